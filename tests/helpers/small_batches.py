@@ -11,6 +11,7 @@ from torch import nn
 
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
+from groupgrad.scoring.forward import build_batch
 from groupgrad.types import Prompt, Rollout
 
 PROMPTS = ([5, 6, 7, 8, 9], [11], [12, 13, 14])
@@ -24,6 +25,14 @@ def make_batch(rows: tuple[tuple[int, list[int]], ...] = ROWS) -> Batch:
         for i, (group, ids) in enumerate(rows)
     ]
     return collate(rollouts, [0.0] * len(rollouts), mask_truncated=False)
+
+
+def random_rows(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 48, seed: int = 0) -> Batch:
+    """Prompts of these lengths and rows of (prompt, length), of random tokens."""
+    stream = torch.Generator().manual_seed(seed)
+    lengths = [*prompts, *(length for _, length in rows)]
+    ids = [torch.randint(3, vocab, (length,), generator=stream).tolist() for length in lengths]
+    return build_batch(ids[: len(prompts)], [prompt for prompt, _ in rows], ids[len(prompts) :])
 
 
 def row_logits(model: nn.Module, batch: Batch, **arguments: Any) -> torch.Tensor:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import known_decoders
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig, Qwen3NextConfig
 
 from groupgrad.scoring.attention_cost import attention_cost
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+SIZES: dict[str, Any] = {**known_decoders.SIZES, "vocab_size": 50}
 PROJECTIONS = 16 * 32 + 2 * 16 * 16 + 32 * 16
 """Weights of queries, keys, values and outputs of a layer."""
 

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from small_batches import random_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from groupgrad.batch import Batch
 from groupgrad.scoring import block_attention
 from groupgrad.scoring import flex_attention as flex
 from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.flex_attention import attend_flex, is_usable
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.scoring.layout import flat_layout
-from groupgrad.scoring.self_check import build_batch
 
 CPU = torch.device("cpu")
 TRIED = flex._TRIED_TOKENS
@@ -33,17 +32,9 @@ def untried(monkeypatch):
     monkeypatch.setattr(flex, "_tried", set())
 
 
-def ragged_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 48) -> Batch:
-    """Prompts of these lengths and rows of (prompt, length), of random tokens."""
-    stream = torch.Generator().manual_seed(0)
-    lengths = [*prompts, *(length for _, length in rows)]
-    ids = [torch.randint(3, vocab, (length,), generator=stream).tolist() for length in lengths]
-    return build_batch(ids[: len(prompts)], [prompt for prompt, _ in rows], ids[len(prompts) :])
-
-
 def make_layout(num_tokens: int = 17) -> Any:
     """Two prompts with rows behind them: `num_tokens` of at least 17."""
-    flat = flat_layout(ragged_batch([3, 5], [(0, 6), (1, 2), (0, num_tokens - 13)]))
+    flat = flat_layout(random_rows([3, 5], [(0, 6), (1, 2), (0, num_tokens - 13)]))
     assert len(flat.ids) == num_tokens
     return flat
 
@@ -412,7 +403,7 @@ def test_a_model_on_a_gpu_gives_the_dense_numbers_in_bfloat16(make_model, window
     model = make_model(**sizes, **window).cuda().bfloat16().train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batch = ragged_batch([40, 130], [(0, 60), (1, 20), (0, 4), (1, 200)]).to("cuda")
+    batch = random_rows([40, 130], [(0, 60), (1, 20), (0, 4), (1, 200)]).to("cuda")
     gradients = []
     for way in (DENSE, ForwardOptions()):
         model.zero_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_batches import random_rows
 from torch import nn
 from transformers import BertConfig, BertLMHeadModel
 
@@ -39,24 +39,12 @@ def batches(draw: Any) -> Batch:
     return begun_alike(batch) if draw(st.booleans()) else batch
 
 
-def random_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 48, seed: int = 0) -> Batch:
-    """Prompts of these lengths and rows of (prompt, length), with random tokens and advantages."""
-    stream = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor([length for _, length in rows])
-    num_tokens = int(lengths.sum())
-    offsets, prompt_offsets = (torch.tensor([0, *itertools.accumulate(x)]) for x in (lengths.tolist(), prompts))
-    trained = torch.rand(num_tokens, generator=stream) < 0.9
-    return Batch(
-        completion_ids=torch.randint(3, vocab, (num_tokens,), generator=stream),
-        row_of_token=torch.arange(len(rows)).repeat_interleave(lengths),
-        offsets=offsets,
-        prompt_ids=torch.randint(3, vocab, (sum(prompts),), generator=stream),
-        prompt_offsets=prompt_offsets,
-        prompt_of_row=torch.tensor([prompt for prompt, _ in rows]),
-        trained=trained,
-        advantages=torch.randn(len(rows), generator=stream),
-        totals=StepTotals(rows=len(rows) + 2.0, tokens=float(trained.sum()) + 5.0),
-    )
+def random_batch(prompts: list[int], rows: list[tuple[int, int]], seed: int = 0) -> Batch:
+    """Random rows with random advantages, a few tokens that are not trained, and totals of a larger step."""
+    stream, batch = torch.Generator().manual_seed(seed), random_rows(prompts, rows, seed=seed)
+    trained = torch.rand(batch.num_tokens, generator=stream) < 0.9
+    totals = StepTotals(rows=len(rows) + 2.0, tokens=float(trained.sum()) + 5.0)
+    return replace(batch, trained=trained, advantages=torch.randn(len(rows), generator=stream), totals=totals)
 
 
 def begun_alike(batch: Batch) -> Batch:

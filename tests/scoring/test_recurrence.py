@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_rows import assert_scored_as_one_pass_a_row, batch_of, gradients
 from tiny_hybrids import CONFIGS, make_hybrid
+from token_spans import make_spans
 
 from groupgrad.integrations.recurrent import recurrent_layers, recurrent_scans, stretches
 from groupgrad.integrations.recurrent.recurrent_scans import gated_delta_rule
@@ -19,7 +20,6 @@ from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.scoring import recurrence as recurrence_module
 from groupgrad.scoring.attention import unplug
-from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.scoring.recurrence import Recurrence
 from groupgrad.scoring.self_check import check_layout
@@ -103,23 +103,6 @@ def test_a_model_on_another_thread_is_its_own() -> None:
     assert found and all(torch.equal(logits, expected) for logits in found)
 
 
-def random_spans(lengths: list[tuple[int, list[int]]]) -> tuple[list[TokenSpan], list[list[int]]]:
-    """Spans of (prompt length, lengths of its rows), and the flat places of each row with its prompt."""
-    spans: list[TokenSpan] = []
-    rows: list[list[int]] = []
-    start = 0
-    for number, (prompt_length, row_lengths) in enumerate(lengths):
-        shared = TokenSpan(start, prompt_length, 0, number)
-        spans.append(shared)
-        prompt_places = list(range(start, start + prompt_length))
-        start += prompt_length
-        for row, length in enumerate(row_lengths):
-            spans.append(TokenSpan(start, length, prompt_length, number, row, shared))
-            rows.append([*prompt_places, *range(start, start + length)])
-            start += length
-    return spans, rows
-
-
 SEGMENTS = st.lists(
     st.tuples(st.integers(1, 70), st.lists(st.integers(0, 150), min_size=0, max_size=3)), min_size=1, max_size=3
 )
@@ -138,7 +121,7 @@ def test_states_pass_through_chunks_as_through_tokens(
 
 
 def _check_states(lengths: list[tuple[int, list[int]]], seed: int, size: int) -> None:
-    spans, rows = random_spans(lengths)
+    spans, rows = make_spans(lengths)
     total = sum(span.length for span in spans)
     generator = torch.Generator().manual_seed(seed)
     decay, value = torch.rand(2, total, generator=generator, dtype=torch.float64)
@@ -217,7 +200,7 @@ def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
 @settings(max_examples=6, deadline=None)
 @given(SEGMENTS, st.integers(0, 2**16))
 def test_the_gated_delta_rule_is_the_recurrence_of_its_paper(lengths: list[tuple[int, list[int]]], seed: int) -> None:
-    spans, rows = random_spans(lengths)
+    spans, rows = make_spans(lengths)
     total, heads, width = sum(span.length for span in spans), 2, 3
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 1, total, heads, width, generator=generator, dtype=torch.float64)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_batches import random_rows
 
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
@@ -15,19 +16,9 @@ from groupgrad.trainer.sampler_logprobs import precompute_gradient
 
 def make_batch(model: torch.nn.Module) -> Batch:
     """Two prompts, five rows, log-probs as an exact engine reports them."""
-    stream = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([3, 5, 0, 7, 2])
-    batch = Batch(
-        completion_ids=torch.randint(3, 90, (17,), generator=stream),
-        row_of_token=torch.arange(5).repeat_interleave(lengths),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        prompt_ids=torch.randint(3, 90, (9,), generator=stream),
-        prompt_offsets=torch.tensor([0, 4, 9]),
-        prompt_of_row=torch.tensor([0, 1, 0, 1, 0]),
-        trained=torch.arange(17) != 4,
-        advantages=torch.tensor([1.0, -0.5, 0.3, 0.0, 2.0]),
-        totals=StepTotals(rows=7, tokens=30),
-    )
+    batch = random_rows([4, 5], [(0, 3), (1, 5), (0, 0), (1, 7), (0, 2)], vocab=90)
+    advantages, totals = torch.tensor([1.0, -0.5, 0.3, 0.0, 2.0]), StepTotals(rows=7, tokens=30)
+    batch = replace(batch, trained=torch.arange(17) != 4, advantages=advantages, totals=totals)
     with torch.no_grad():
         scores = score_tokens(model, batch, ForwardOptions())
     return replace(batch, sampling_logprobs=scores.logprobs, sampling_entropy=scores.entropy)
