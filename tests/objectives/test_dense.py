@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_batches import flat, make_batch
 
-from groupgrad.batch import Batch, StepTotals, TokenScores
+from groupgrad.batch import StepTotals, TokenScores
 from groupgrad.metrics import merge_all
 from groupgrad.objectives import LOSSES, MASKS, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
 
@@ -75,30 +76,22 @@ def draw_step(rng, keep=1.0, has_old=True, has_samp=True, has_turns=False):
 
 
 def ragged(step, rows, totals):
-    """Some rows of the step as a batch, and the places of their tokens in the flat step."""
-    there = step.there[rows]
+    """Some rows of the step as a batch, and the log-probs and entropies of their tokens."""
 
-    def flat(dense):
-        return None if dense is None else torch.from_numpy(dense[rows][there])
+    def nested(dense):
+        return None if dense is None else [values[there] for values, there in zip(dense[rows], step.there[rows])]
 
-    lengths = torch.from_numpy(there.sum(axis=1)).long()
-    batch = Batch(
-        completion_ids=torch.zeros(int(lengths.sum()), dtype=torch.int64),
-        row_of_token=torch.repeat_interleave(torch.arange(len(rows)), lengths),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        prompt_ids=torch.zeros(1, dtype=torch.int64),
-        prompt_offsets=torch.tensor([0, 1]),
-        prompt_of_row=torch.zeros(len(rows), dtype=torch.int64),
-        trained=flat(step.mask),
-        advantages=torch.from_numpy(step.adv[rows]),
-        totals=totals,
-        old_logprobs=flat(step.old),
-        ref_logprobs=flat(step.ref),
-        sampling_logprobs=flat(step.samp),
-        token_advantages=flat(step.turns),
-        selected=flat(step.selected),
+    batch = make_batch(
+        nested(step.mask),
+        step.adv[rows],
+        totals,
+        old=nested(step.old),
+        ref=nested(step.ref),
+        sampling=nested(step.samp),
     )
-    return batch, flat(step.lp), flat(step.ent)
+    batch.token_advantages = flat(nested(step.turns))
+    batch.selected = flat(nested(step.selected), torch.bool)
+    return batch, flat(nested(step.lp)), flat(nested(step.ent))
 
 
 def share(step, rows, options, totals):

@@ -8,48 +8,41 @@ from pathlib import Path
 
 import pytest
 import torch
+from loss_batches import loss_and_gradient, make_batch, make_scores
 from own_loss import METHOD, Settings
 
-from groupgrad.objectives import LOSSES, PolicyOptions, StepTotals, TokenScores, find_method, policy_loss
+from groupgrad.objectives import LOSSES, PolicyOptions, StepTotals, find_method, policy_loss
 from groupgrad.objectives.methods.dppo_kl import binary_kl
 
 
-def loss_and_gradient(make_batch, loss_type, logprobs, advantages, *, sampling=None, old=None, **settings):
+def under(loss_type, logprobs, advantages, *, sampling=None, old=None, **settings):
     """The loss of rows of log-probs, and its gradient, token by token."""
     batch = make_batch([[True] * len(row) for row in logprobs], advantages, old=old, sampling=sampling)
-    scores = TokenScores(
-        torch.tensor([x for row in logprobs for x in row], dtype=torch.float64, requires_grad=True),
-        torch.zeros(sum(map(len, logprobs)), dtype=torch.float64),
-    )
     made = find_method(loss_type).make_settings(settings)
-    result = policy_loss(scores, batch, PolicyOptions(loss_type=loss_type, settings=made))
-    result.loss.backward()
-    return result, scores.logprobs.grad.tolist()
+    return loss_and_gradient(logprobs, batch, PolicyOptions(loss_type=loss_type, settings=made))
 
 
 @pytest.mark.parametrize(("loss_type", "threshold"), [("dppo_tv", 0.2), ("dppo_kl", 0.1)])
-def test_dppo_leaves_out_what_has_moved_too_far_in_the_wrong_direction(make_batch, loss_type, threshold):
+def test_dppo_leaves_out_what_has_moved_too_far_in_the_wrong_direction(loss_type, threshold):
     """Four tokens of mu 0.5: to 0.6 and 0.75 under A = 1, to 0.2 under A = -1, and to 0.9 under A = -1."""
     probs, mu = [[0.6, 0.75], [0.2, 0.9]], [[math.log(0.5)] * 2] * 2
     logprobs = [[math.log(p) for p in row] for row in probs]
-    result, gradient = loss_and_gradient(make_batch, loss_type, logprobs, [1.0, -1.0], sampling=mu, threshold=threshold)
+    result, gradient = under(loss_type, logprobs, [1.0, -1.0], sampling=mu, threshold=threshold)
     # Weights are pi / mu; the loss is a mean over four tokens.
     assert gradient == pytest.approx([-1.2 / 4, 0.0, 0.0, 1.8 / 4])
     assert result.loss.item() == pytest.approx((-1.2 * math.log(0.6) + 1.8 * math.log(0.9)) / 4)
     assert result.metrics["dppo/masked_mean"].read() == 0.5
 
 
-def test_dppo_bounds_the_weight_of_a_rare_token(make_batch):
-    _, gradient = loss_and_gradient(
-        make_batch, "dppo_tv", [[math.log(0.1)]], [1.0], sampling=[[math.log(0.001)]], ceiling=20.0
-    )
+def test_dppo_bounds_the_weight_of_a_rare_token():
+    _, gradient = under("dppo_tv", [[math.log(0.1)]], [1.0], sampling=[[math.log(0.001)]], ceiling=20.0)
     assert gradient == pytest.approx([-20.0])
 
 
-def test_dppo_takes_old_log_probs_where_the_sampler_reported_none(make_batch):
+def test_dppo_takes_old_log_probs_where_the_sampler_reported_none():
     old = [[math.log(0.5), math.log(0.25)]]
-    _, gradient = loss_and_gradient(
-        make_batch, "dppo_tv", [[math.log(0.5)] * 2], [1.0], sampling=[[math.nan, math.nan]], old=old, threshold=0.3
+    _, gradient = under(
+        "dppo_tv", [[math.log(0.5)] * 2], [1.0], sampling=[[math.nan, math.nan]], old=old, threshold=0.3
     )
     assert gradient == pytest.approx([-1.0 / 2, -2.0 / 2])
 
@@ -61,11 +54,9 @@ def test_the_binary_divergence():
     assert expected == pytest.approx(0.223, abs=5e-4)
 
 
-def test_gmpo_weighs_a_completion_by_the_mean_of_its_clipped_log_ratios(make_batch):
+def test_gmpo_weighs_a_completion_by_the_mean_of_its_clipped_log_ratios():
     """Ratios e and e^-1 under A = 1, and the same under A = -2: one token of each row is clipped."""
-    result, gradient = loss_and_gradient(
-        make_batch, "gmpo", [[0.0, -2.0], [0.0, -2.0]], [1.0, -2.0], old=[[-1.0, -1.0]] * 2
-    )
+    result, gradient = under("gmpo", [[0.0, -2.0], [0.0, -2.0]], [1.0, -2.0], old=[[-1.0, -1.0]] * 2)
     first, second = math.exp((0.4 - 1) / 2), math.exp((1 - 0.4) / 2)
     assert result.loss.item() == pytest.approx((-first + 2 * second) / 2)
     assert first == pytest.approx(0.741, abs=5e-4)
@@ -74,7 +65,7 @@ def test_gmpo_weighs_a_completion_by_the_mean_of_its_clipped_log_ratios(make_bat
     assert result.metrics["gmpo/clipped_mean"].read() == 0.5
 
 
-def test_gmpo_forms_its_weight_of_the_tokens_that_masks_leave(make_batch, make_scores):
+def test_gmpo_forms_its_weight_of_the_tokens_that_masks_leave():
     totals = StepTotals(rows=1, tokens=2, entropy_threshold=1.0, entropy_tokens=1.0)
     batch = make_batch([[True, True]], [1.0], totals, old=[[-1.0, -1.0]])
     options = PolicyOptions(loss_type="gmpo", top_entropy_quantile=0.5)

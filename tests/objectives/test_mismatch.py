@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import make_batch
 
 from groupgrad.objectives import MismatchOptions, mismatch_metrics
 from groupgrad.objectives.mismatch import mismatch_ratio
@@ -16,17 +17,13 @@ SAMPLING = [[-1.0, -2.3, -0.4], [-0.9, -1.0]]
 ALL = [[True] * 3, [True] * 2]
 
 
-@pytest.fixture
-def ratio(make_batch):
-    def ratio(mode, sampling=SAMPLING, trained=ALL, **bounds):
-        batch = make_batch(trained, [1.0, 1.0], old=OLD, sampling=sampling)
-        options = MismatchOptions(mode, **bounds)
-        return mismatch_ratio(batch.old_logprobs, batch.sampling_logprobs, batch, options)
-
-    return ratio
+def ratio(mode, sampling=SAMPLING, trained=ALL, **bounds):
+    batch = make_batch(trained, [1.0, 1.0], old=OLD, sampling=sampling)
+    options = MismatchOptions(mode, **bounds)
+    return mismatch_ratio(batch.old_logprobs, batch.sampling_logprobs, batch, options)
 
 
-def test_levels(ratio):
+def test_levels():
     token = ratio("token_truncate")
     assert isinstance(token, PerToken)
     assert token.values.tolist() == pytest.approx([0.740818, 1.349859, 1, 1, 1], abs=1e-6)
@@ -35,7 +32,7 @@ def test_levels(ratio):
     assert sequence.values.tolist() == pytest.approx([1, 1], abs=1e-12)
 
 
-def test_bounds(ratio):
+def test_bounds():
     bounds = {"clip_min": 0.8, "clip_max": 1.2}
     assert ratio("token_truncate", **bounds).values.tolist() == pytest.approx([0.8, 1.2, 1, 1, 1])
     assert ratio("token_mask", **bounds).values.tolist() == pytest.approx([0, 0, 1, 1, 1])
@@ -45,18 +42,18 @@ def test_bounds(ratio):
     assert ratio("sequence_mask", off, clip_max=None).values.tolist() == pytest.approx([math.e, math.exp(0.2)])
 
 
-def test_bounds_include_their_ends(ratio):
+def test_bounds_include_their_ends():
     assert ratio("token_mask", OLD, clip_min=1.0, clip_max=1.0).values.tolist() == [1] * 5
 
 
-def test_unreported_and_untrained_tokens_weigh_one(ratio):
+def test_unreported_and_untrained_tokens_weigh_one():
     holes = [[math.nan, -9.0, -0.4], [-math.inf, -1.0]]
     trained = [[True, False, True], [True, True]]
     assert ratio("token_truncate", holes, trained).values.tolist() == [1] * 5
     assert ratio("sequence_truncate", holes, trained).values.tolist() == [1, 1]
 
 
-def test_overflow_is_bounded(ratio):
+def test_overflow_is_bounded():
     far = [[-200.0, -2.0, -0.4], [-0.9, -1.0]]
     assert ratio("sequence_truncate", far).values.tolist() == [3, 1]
     assert ratio("sequence_mask", far).values.tolist() == [0, 1]
@@ -77,7 +74,7 @@ def read(metrics):
     return {key.removeprefix("sampling/"): metric.read() for key, metric in metrics.items()}
 
 
-def test_metrics(make_batch):
+def test_metrics():
     sampling = [[-1.0, -2.3, -9.0], [math.nan, -1.0]]
     batch = make_batch([[True, True, False], [True, True]], [1.0, 1.0], old=OLD, sampling=sampling)
     token = read(mismatch_metrics(batch, MismatchOptions("token_truncate", clip_max=1.2), batch.old_logprobs))
@@ -94,7 +91,7 @@ def test_metrics(make_batch):
     assert [sequence[f"importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")] == pytest.approx([1] * 3)
 
 
-def test_metrics_of_masks_are_of_the_ratio_before_the_mask_and_say_what_is_dropped(make_batch):
+def test_metrics_of_masks_are_of_the_ratio_before_the_mask_and_say_what_is_dropped():
     # Token gaps of the first row +1 and 0, of the second +1 and +1, the third has no loss token.
     old, sampling = [[-1.0, -1.0], [-1.0, -1.0], [-1.0]], [[-2.0, -1.0], [-2.0, -2.0], [-9.0]]
     batch = make_batch([[True, True], [True, True], [False]], [1.0, 1.0, 1.0], old=old, sampling=sampling)
@@ -111,7 +108,7 @@ def test_metrics_of_masks_are_of_the_ratio_before_the_mask_and_say_what_is_dropp
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
 @pytest.mark.parametrize("trained", [[], [[]], [[False]]])
-def test_metrics_of_nothing_measure_nothing(make_batch, mode, trained):
+def test_metrics_of_nothing_measure_nothing(mode, trained):
     values = [[-1.0] * len(row) for row in trained]
     batch = make_batch(trained, [0.0] * len(trained), sampling=values)
     metrics = mismatch_metrics(batch, MismatchOptions(mode), torch.zeros(batch.num_tokens))

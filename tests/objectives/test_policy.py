@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import make_batch, make_scores
 
 from groupgrad.batch import StepTotals, TokenScores
 from groupgrad.objectives import LOSSES, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
@@ -20,14 +21,10 @@ ADVANTAGES = [1.0, -0.5]
 KL = sum(math.exp(gap) - gap - 1 for gap in (-0.1, 0.1, -0.2, -0.1, 0.2)) / 5
 
 
-@pytest.fixture
-def run(make_batch, make_scores):
-    def run(*, trained=ALL, totals=None, sampling=None, entropy_coef=0.0, **options):
-        batch = make_batch(trained, ADVANTAGES, totals, old=OLD, ref=REF, sampling=sampling)
-        options = PolicyOptions(**{"max_completion_length": 8, **options})
-        return policy_loss(make_scores(LP, ENTROPY, grad=True), batch, options, entropy_coef=entropy_coef)
-
-    return run
+def run(*, trained=ALL, totals=None, sampling=None, entropy_coef=0.0, **options):
+    batch = make_batch(trained, ADVANTAGES, totals, old=OLD, ref=REF, sampling=sampling)
+    options = PolicyOptions(**{"max_completion_length": 8, **options})
+    return policy_loss(make_scores(LP, ENTROPY, grad=True), batch, options, entropy_coef=entropy_coef)
 
 
 def read(result):
@@ -53,13 +50,13 @@ def read(result):
         ({"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True}, -0.355783),
     ],
 )
-def test_worked_losses(run, options, expected):
+def test_worked_losses(options, expected):
     result = run(**options)
     assert result.loss.item() == pytest.approx(expected, abs=1e-6)
     assert result.loss.shape == () and result.loss.requires_grad
 
 
-def test_kl_metric_with_and_without_correction(run):
+def test_kl_metric_with_and_without_correction():
     corrected = run(beta=0.1, use_bias_correction_kl=True)
     plain = run(beta=0.1)
     assert read(corrected)["kl"] == pytest.approx(0.010997, abs=1e-6)
@@ -67,26 +64,26 @@ def test_kl_metric_with_and_without_correction(run):
     assert "kl" not in read(run())
 
 
-def test_top_entropy_keeps_the_uncertain_tokens_and_the_denominator(run):
+def test_top_entropy_keeps_the_uncertain_tokens_and_the_denominator():
     threshold = entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), 0.4)
     assert threshold == pytest.approx(3.4)
     totals = StepTotals(rows=2, tokens=5, entropy_threshold=threshold, entropy_tokens=2)
     assert run(totals=totals, top_entropy_quantile=0.4).loss.item() == pytest.approx(0.264085, abs=1e-6)
 
 
-def test_top_entropy_spares_the_kl_term(run):
+def test_top_entropy_spares_the_kl_term():
     totals = StepTotals(rows=2, tokens=5, entropy_threshold=math.inf, entropy_tokens=0)
     assert run(totals=totals, beta=0.1).loss.item() == pytest.approx(0.1 * KL, abs=1e-12)
 
 
-def test_entropy_bonus(run):
+def test_entropy_bonus():
     result = run(entropy_coef=0.01)
     assert result.loss.item() == pytest.approx(-0.386883, abs=1e-6)
     assert read(result)["policy_loss"] == pytest.approx(-0.356883, abs=1e-6)
     assert "policy_loss" not in read(run())
 
 
-def test_entropy_bonus_of_the_tokens_kept_has_their_denominator(run):
+def test_entropy_bonus_of_the_tokens_kept_has_their_denominator():
     totals = StepTotals(rows=2, tokens=5, entropy_threshold=3.4, entropy_tokens=2)
     bonus = run(totals=totals).loss - run(totals=totals, entropy_coef=0.01).loss
     assert bonus.item() == pytest.approx(0.01 * (4 + 5) / 2, abs=1e-9)
@@ -94,13 +91,13 @@ def test_entropy_bonus_of_the_tokens_kept_has_their_denominator(run):
         run(totals=dataclasses.replace(totals, entropy_tokens=None), entropy_coef=0.01)
 
 
-def test_entropy_bonus_has_a_gradient(make_batch, make_scores):
+def test_entropy_bonus_has_a_gradient():
     scores = make_scores(LP, ENTROPY, grad=True)
     policy_loss(scores, make_batch(ALL, [0.0, 0.0]), PolicyOptions(), entropy_coef=0.5).loss.backward()
     torch.testing.assert_close(scores.entropy.grad, torch.full((5,), -0.5 / 5, dtype=torch.float64))
 
 
-def test_metrics_of_the_token_ratio(run):
+def test_metrics_of_the_token_ratio():
     metrics = read(run())
     assert metrics["entropy"] == pytest.approx(3.0)
     assert metrics["clip_ratio/low_mean"] == 0
@@ -110,7 +107,7 @@ def test_metrics_of_the_token_ratio(run):
     assert metrics["clip_ratio/high_max"] == pytest.approx(1 / 3)
 
 
-def test_metrics_count_sequences_at_sequence_level(run):
+def test_metrics_count_sequences_at_sequence_level():
     # Ratios 1.0689 (A > 0) and 1.2214 (A < 0): with widths of 0.05 the first is clipped above, none below.
     metrics = read(run(importance_sampling_level="sequence", epsilon=0.05, epsilon_high=0.05))
     assert metrics["clip_ratio/high_mean"] == 0.5
@@ -119,12 +116,12 @@ def test_metrics_count_sequences_at_sequence_level(run):
     assert metrics["clip_ratio/region_mean"] == 0.5
 
 
-def test_a_ratio_held_by_delta_below_the_clip_does_not_count_as_clipped(run):
+def test_a_ratio_held_by_delta_below_the_clip_does_not_count_as_clipped():
     assert read(run(delta=1.3))["clip_ratio/high_mean"] == pytest.approx(0.2)
     assert read(run(delta=1.1))["clip_ratio/high_mean"] == 0
 
 
-def test_low_clip_is_counted(make_batch, make_scores):
+def test_low_clip_is_counted():
     batch = make_batch([[True, True], [True], []], [-1.0, -1.0, -1.0], old=[[0.0, 0.0], [0.0], []])
     metrics = read(policy_loss(make_scores([[-1.0, -0.1], [-1.0], []]), batch, PolicyOptions()))
     assert metrics["clip_ratio/low_mean"] == pytest.approx(2 / 3)
@@ -133,13 +130,13 @@ def test_low_clip_is_counted(make_batch, make_scores):
     assert metrics["clip_ratio/high_max"] == 0
 
 
-def test_metrics_of_cispo_sapo_and_vespo(run):
+def test_metrics_of_cispo_sapo_and_vespo():
     assert read(run(loss_type="cispo", epsilon_high=0.2))["cispo_clip_ratio"] == pytest.approx(0.6)
     assert read(run(loss_type="vespo"))["vespo/phi_seq_mean"] == pytest.approx((0.767814 + 1.241538) / 2, abs=1e-6)
     assert set(run(loss_type="sapo").metrics) == {"entropy"}
 
 
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_stays(make_batch, make_scores):
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_stays():
     scores = make_scores(LP, grad=True)
     result = policy_loss(scores, make_batch(ALL, ADVANTAGES), PolicyOptions())
     assert result.loss.item() == pytest.approx(-(3 * 1 - 2 * 0.5) / 5)
@@ -148,7 +145,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_stays(make_batch
     assert read(result)["clip_ratio/region_mean"] == 0
 
 
-def test_masked_rows_count_as_rows_but_their_tokens_do_not(run):
+def test_masked_rows_count_as_rows_but_their_tokens_do_not():
     masked = [[True] * 3, [False] * 2]
     first = -(1.2 + 1 + math.exp(-0.1))
     assert run(trained=masked, loss_type="grpo").loss.item() == pytest.approx(first / 3 / 2)
@@ -156,7 +153,7 @@ def test_masked_rows_count_as_rows_but_their_tokens_do_not(run):
     assert run(trained=masked, loss_type="dapo").loss.item() == pytest.approx(first / 3)
 
 
-def test_off_policy_mask_drops_drifted_sequences_of_negative_advantage(run):
+def test_off_policy_mask_drops_drifted_sequences_of_negative_advantage():
     # Drift of row 1 against old: ((-0.9 + 0.3) + (-1.0 + 1.2)) / 2 = -0.2; of row 0, (-0.3 + 0 + 0.1) / 3.
     full, positive_only = -0.356883, -(1.2 + 1 + math.exp(-0.1)) / 5
     assert run(off_policy_mask_threshold=-0.1).loss.item() == pytest.approx(full, abs=1e-6)
@@ -167,12 +164,12 @@ def test_off_policy_mask_drops_drifted_sequences_of_negative_advantage(run):
     assert run(off_policy_mask_threshold=0.44, sampling=sampling).loss.item() == pytest.approx(positive_only, abs=1e-9)
 
 
-def test_off_policy_mask_without_any_older_logprobs_masks_nothing(make_batch, make_scores):
+def test_off_policy_mask_without_any_older_logprobs_masks_nothing():
     loss = policy_loss(make_scores(LP), make_batch(ALL, ADVANTAGES), PolicyOptions(off_policy_mask_threshold=-1.0)).loss
     assert loss.item() == pytest.approx(-0.4)
 
 
-def test_mismatch_ratio_weighs_the_policy_term_only(run):
+def test_mismatch_ratio_weighs_the_policy_term_only():
     sampling = [[-1.0, -2.3, -0.4], [-0.9, -1.0]]
     token = MismatchOptions("token_truncate", clip_max=1.2)
     rho = [math.exp(-0.3), 1.2, 1.0]
@@ -185,7 +182,7 @@ def test_mismatch_ratio_weighs_the_policy_term_only(run):
     assert run(mismatch=token).loss.item() == pytest.approx(-0.356883, abs=1e-6), "no sampler log-probs: no correction"
 
 
-def test_vespo_folds_the_mismatch_ratio_into_its_weight(run):
+def test_vespo_folds_the_mismatch_ratio_into_its_weight():
     sampling = [[-1.0, -2.3, -0.4], [-1.0, -1.0]]  # sequence ratios 1 and exp(0.1)
     result = run(loss_type="vespo", sampling=sampling, mismatch=MismatchOptions("sequence_truncate"))
     phi = [math.exp(3 + 2 * 0.2 - 3 * math.exp(0.2)), math.exp(2 + 3 * 0.5 - 2 * math.exp(0.5))]
@@ -194,14 +191,14 @@ def test_vespo_folds_the_mismatch_ratio_into_its_weight(run):
     assert token.loss.item() == pytest.approx(result.loss.item(), abs=1e-12)
 
 
-def test_vespo_ignores_what_lies_outside_the_loss_tokens(make_batch, make_scores):
+def test_vespo_ignores_what_lies_outside_the_loss_tokens():
     trained = [[True, False]]
     batch = make_batch(trained, [1.0], old=[[-1.0, -5.0]], sampling=[[-1.0, -50.0]])
     options = PolicyOptions(loss_type="vespo", mismatch=MismatchOptions("token_truncate", clip_min=0.5))
     assert policy_loss(make_scores([[-1.0, -2.0]]), batch, options).loss.item() == pytest.approx(1.0)
 
 
-def test_aux_loss_is_a_mean_over_micro_batches(make_batch, make_scores):
+def test_aux_loss_is_a_mean_over_micro_batches():
     scores = make_scores(LP)
     scores.aux_loss = torch.tensor(4.0, dtype=torch.float64, requires_grad=True)
     batch = make_batch(ALL, [0.0, 0.0], StepTotals(rows=4, tokens=10, micro_batches=2))
@@ -216,7 +213,7 @@ def test_aux_loss_is_a_mean_over_micro_batches(make_batch, make_scores):
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("trained", [[], [[]], [[], []], [[False, False]], [[], [False], [True]]])
-def test_nothing_to_train_is_a_zero_with_a_gradient(make_batch, make_scores, loss_type, level, trained):
+def test_nothing_to_train_is_a_zero_with_a_gradient(loss_type, level, trained):
     values = [[-1.0] * len(row) for row in trained]
     totals = StepTotals(rows=0, tokens=0, entropy_threshold=math.inf, entropy_tokens=0)
     batch = make_batch(trained, [-0.0] * len(trained), totals, old=values, ref=values, sampling=values)
@@ -234,7 +231,7 @@ def test_nothing_to_train_is_a_zero_with_a_gradient(make_batch, make_scores, los
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_wild_values_outside_the_loss_tokens_reach_neither_loss_nor_gradient(make_batch, make_scores, loss_type):
+def test_wild_values_outside_the_loss_tokens_reach_neither_loss_nor_gradient(loss_type):
     wild = 1e4
     batch = make_batch(
         [[True, False]], [1.0], old=[[-1.0, -wild]], ref=[[-1.0, wild]], sampling=[[-1.0, math.nan]]
@@ -250,12 +247,12 @@ def test_wild_values_outside_the_loss_tokens_reach_neither_loss_nor_gradient(mak
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_every_loss_measures_what_its_row_of_the_table_names(run, loss_type):
+def test_every_loss_measures_what_its_row_of_the_table_names(loss_type):
     assert run(loss_type=loss_type).metrics.keys() == {"entropy", *LOSSES[loss_type].metrics}
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_float32_stays_float32(make_batch, make_scores, loss_type):
+def test_float32_stays_float32(loss_type):
     batch = make_batch(ALL, ADVANTAGES, old=OLD, ref=REF)
     for name in ("advantages", "old_logprobs", "ref_logprobs"):
         setattr(batch, name, getattr(batch, name).float())
@@ -268,7 +265,7 @@ def test_float32_stays_float32(make_batch, make_scores, loss_type):
     assert loss.item() == pytest.approx(precise.item(), rel=1e-5)
 
 
-def test_what_cannot_work_is_refused(make_batch, make_scores):
+def test_what_cannot_work_is_refused():
     batch = make_batch(ALL, ADVANTAGES)
     with pytest.raises(ValueError, match=r"beta=0.1 needs .* set ref_logprobs"):
         policy_loss(make_scores(LP), batch, PolicyOptions(beta=0.1))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from loss_batches import make_batch
 from unordered_sums import UnorderedSums
 
 from groupgrad.objectives.ragged import PerRow, broadcast_to_tokens
 
 
-def test_a_rows_gradient_is_that_of_its_tokens_added_up_in_their_order(make_batch):
+def test_a_rows_gradient_is_that_of_its_tokens_added_up_in_their_order():
     """In float32 1 is lost beside 2**24: only from left to right do these sum to 1 and 2."""
     batch = make_batch([[1, 1, 1, 1], [], [1, 1, 1]], [0.0, 0.0, 0.0])
     rows = torch.tensor([2.0, 5.0, 3.0], requires_grad=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from loss_batches import make_batch
 
-from groupgrad.batch import Batch, StepTotals
+from groupgrad.batch import StepTotals
 from groupgrad.objectives.methods import LOSSES
 from groupgrad.objectives.reduce import REDUCTIONS, Reduction
 
@@ -25,7 +25,7 @@ EXAMPLES: dict[Reduction, tuple[str, float]] = {
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_example_of_the_page(reduction: Reduction, make_batch: Callable[..., Batch]) -> None:
+def test_the_example_of_the_page(reduction: Reduction) -> None:
     title, by_hand = EXAMPLES[reduction]
     batch = make_batch([[True], [True, True, True]], [0.0, 0.0])
     losses = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
@@ -43,7 +43,7 @@ def test_the_reduction_of_each_loss() -> None:
     }
 
 
-def test_bnpo_with_a_micro_batch_for_each_completion(make_batch: Callable[..., Batch]) -> None:
+def test_bnpo_with_a_micro_batch_for_each_completion() -> None:
     totals = StepTotals(rows=2, tokens=4, micro_batches=2)
     parts = [
         REDUCTIONS["local_token_mean"](torch.tensor(losses), make_batch([[True] * len(losses)], [0.0], totals), 5)

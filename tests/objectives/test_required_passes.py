@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from loss_batches import make_batch
 
 from groupgrad.objectives import OnPolicyInfo, PolicyOptions, known_rows, live_rows, logp_mismatch, required_passes
 
@@ -15,7 +16,7 @@ ON, OFF = OnPolicyInfo(step=5, exact=True), OnPolicyInfo(step=5, exact=False)
 
 
 @pytest.fixture
-def batch(make_batch):
+def batch():
     """Rows: live; zero advantage; zero advantage of older weights; masked out; empty; zero without one entropy."""
     made = make_batch(
         [[T, T], [T, T], [T], [F, F], [], [T, F, T]],

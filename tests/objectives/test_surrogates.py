@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import make_batch
 
 from groupgrad.objectives import clipping
 from groupgrad.objectives.methods import cispo, sapo, vespo
@@ -78,7 +79,7 @@ def test_vespo_gradient_is_the_weight():
     assert gradient(loss, logprobs) == pytest.approx([-1.0, 2.0])
 
 
-def test_sequence_weight_is_bounded(make_batch):
+def test_sequence_weight_is_bounded():
     batch = make_batch([[True, True], [True, False], []], [0.0] * 3)
     log_ratio = tensor(-30.0, 1.0, 50.0, 0.0)
     assert vespo.sequence_log_weight(log_ratio, None, batch).tolist() == [math.log(1e-8), 20.0, 0.0]
@@ -89,7 +90,7 @@ def test_sequence_weight_is_bounded(make_batch):
     assert vespo.sequence_log_weight(log_ratio, row, batch).tolist() == pytest.approx([0.5, 2 + math.log(1e-8), 0])
 
 
-def test_rows(make_batch):
+def test_rows():
     batch = make_batch([[True, False, True], [], [False], [True]], [0.0] * 4)
     values = tensor(1.0, math.nan, 3.0, math.inf, 5.0)
     assert batch.loss_tokens.tolist() == [2, 0, 0, 1]
@@ -99,7 +100,7 @@ def test_rows(make_batch):
     assert broadcast_to_tokens(PerToken(values), batch) is values
 
 
-def test_ratios(make_batch):
+def test_ratios():
     batch = make_batch([[True, True], [False], []], [0.0] * 3)
     logprobs = tensor(-1.0, -2.0, -3.0, grad=True)
     log_ratio = policy_log_ratio(logprobs, tensor(-1.4, -1.8, -9.0), batch)
@@ -113,7 +114,7 @@ def test_ratios(make_batch):
     assert present.tolist() == [0, 0, 0] and gradient(present, logprobs) == [1, 1, 0]
 
 
-def test_kl(make_batch):
+def test_kl():
     batch = make_batch([[True, True, False]], [0.0])
     logprobs = tensor(-1.0, -2.0, -3.0, grad=True)
     gap = reference_gap(logprobs, tensor(-1.5, -2.0, 900.0), batch)

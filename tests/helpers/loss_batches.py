@@ -1,11 +1,11 @@
-"""Builders of ragged batches from nested lists, one list a completion."""
+"""Ragged batches, scores and losses of nested lists, one list a completion."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from groupgrad.batch import Batch, StepTotals, TokenScores
+from groupgrad.objectives import policy_loss
 
 F64 = torch.float64
 
@@ -15,7 +15,7 @@ def flat(rows, dtype=F64):
     return None if rows is None else torch.tensor([value for row in rows for value in row], dtype=dtype)
 
 
-def build_batch(trained, advantages, totals=None, *, old=None, ref=None, sampling=None):
+def make_batch(trained, advantages, totals=None, *, old=None, ref=None, sampling=None):
     """A batch of completions of one prompt; `totals` defaults to those of a step that this batch is all of."""
     lengths = [len(row) for row in trained]
     mask = flat(trained, torch.bool)
@@ -36,17 +36,15 @@ def build_batch(trained, advantages, totals=None, *, old=None, ref=None, samplin
     )
 
 
-def build_scores(logprobs, entropy=None, *, grad=False):
+def make_scores(logprobs, entropy=None, *, grad=False):
     """Scores of nested lists; entropy 0 if not given."""
     entropy = [[0.0] * len(row) for row in logprobs] if entropy is None else entropy
     return TokenScores(flat(logprobs).requires_grad_(grad), flat(entropy).requires_grad_(grad))
 
 
-@pytest.fixture(scope="session")
-def make_batch():
-    return build_batch
-
-
-@pytest.fixture(scope="session")
-def make_scores():
-    return build_scores
+def loss_and_gradient(logprobs, batch, options):
+    """The loss, and its gradient token by token."""
+    scores = make_scores(logprobs, grad=True)
+    result = policy_loss(scores, batch, options)
+    result.loss.backward()
+    return result, scores.logprobs.grad.tolist()
