@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
+from step_events import At
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError
@@ -75,16 +75,12 @@ def test_a_learning_rate_that_the_optimizer_would_not_take_is_refused(trained):
     assert trainer.state.log_history[0]["learning_rate"] == 3e-3
 
 
-class Anneal(TrainerCallback):
-    """Changes options after each step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        args.temperature, args.learning_rate = 1.0 - 0.1 * state.global_step, 1e-9
-        args.ref_model_sync_steps, args.logging_steps = 7, 1
-
-
 def test_an_option_that_a_callback_changes_to_no_effect_is_named_once(train, caplog):
-    trainer = train(max_steps=3, trainer={"callbacks": [Anneal()]})
+    def anneal(at):
+        at.args.temperature, at.args.learning_rate = 1.0 - 0.1 * at.state.global_step, 1e-9
+        at.args.ref_model_sync_steps, at.args.logging_steps = 7, 1
+
+    trainer = train(max_steps=3, trainer={"callbacks": [At("on_step_end", anneal)]})
     told = [record.message for record in caplog.records if "was changed" in record.message]
     assert len(told) == 2
     assert told[0].startswith("trainer.args.learning_rate was changed from 0.01 to 1e-09 during training, which")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import on_ranks
-from transformers import TrainerCallback
+from step_events import At
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
 
@@ -157,14 +157,6 @@ ALL_MASKED = {"mask_truncated_completions": True, "max_completion_length": 1}
 BEST = {**EVERY_STEP, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True, "max_steps": 2}
 
 
-class AddsMetrics(TrainerCallback):
-    """Adds a metric to those of the second evaluation."""
-
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
-        if state.global_step == 2:
-            metrics["eval_share"] = 0.5
-
-
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_an_evaluation_without_a_measurement_is_not_better(train, make_policy, tools, caplog, loss_type):
     """All rows are cut off and masked: a loss that divides by tokens has nothing to divide by. A schedule that follows
@@ -183,7 +175,8 @@ def test_an_evaluation_without_a_measurement_is_not_better(train, make_policy, t
 
 
 def test_a_metric_that_a_callback_adds_chooses_the_best_model(make_trainer, tools, caplog):
-    extra = {"eval_dataset": tools.prompts(3), "callbacks": [AddsMetrics()]}
+    adds = At("on_evaluate", lambda at: at.metrics.update(eval_share=0.5), 2)
+    extra = {"eval_dataset": tools.prompts(3), "callbacks": [adds]}
     with pytest.warns(UserWarning, match="an evaluation without it counts as not better than others"):
         trainer = make_trainer(trainer=extra, metric_for_best_model="share", greater_is_better=True, **BEST)
     trainer.train()

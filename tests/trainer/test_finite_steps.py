@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from step_events import At
 
 from groupgrad import GRPOTrainer
 from groupgrad.errors import NonFiniteError
@@ -51,11 +51,11 @@ def make_poisoned(make_trainer):
 def test_a_step_that_is_not_finite_is_skipped_counted_and_written_down(make_poisoned, factor, detached, caplog):
     seen: dict[int, list[torch.Tensor]] = {}
 
-    class Recorder(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            seen[state.global_step] = [parameter.detach().clone() for parameter in model.parameters()]
+    def record(at: Any) -> None:
+        seen[at.state.global_step] = [parameter.detach().clone() for parameter in at.model.parameters()]
 
-    trainer = make_poisoned({1: factor}, detached=detached, max_steps=3, trainer={"callbacks": [Recorder()]})
+    callbacks = [At("on_step_end", record)]
+    trainer = make_poisoned({1: factor}, detached=detached, max_steps=3, trainer={"callbacks": callbacks})
     trainer.train()
     assert trainer.state.global_step == 3
     assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[2]))
@@ -215,13 +215,9 @@ def test_the_count_is_part_of_a_checkpoint(make_poisoned):
     assert resumed.finite_steps.num_skipped == 1
 
 
-class Spoiler(TrainerCallback):
-    """Makes a weight NaN after a step, as a broken callback does."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            with torch.no_grad():
-                next(model.parameters()).view(-1)[3] = float("nan")
+def spoil(at: Any) -> None:
+    with torch.no_grad():
+        next(at.model.parameters()).view(-1)[3] = float("nan")
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -232,7 +228,7 @@ class Spoiler(TrainerCallback):
 )
 def test_weights_that_are_not_finite_are_never_saved_and_no_run_ends_well_with_them(make_trainer, saves):
     settings = {"save_strategy": "steps", "save_steps": 1} if saves else {}
-    trainer = make_trainer(max_steps=2, trainer={"callbacks": [Spoiler()]}, **settings)
+    trainer = make_trainer(max_steps=2, trainer={"callbacks": [At("on_step_end", spoil, 2)]}, **settings)
     with pytest.raises(NonFiniteError, match=r"step 2: 1 of \d+ numbers of the model's \S+ are NaN or infinite"):
         trainer.train()
     assert not list(Path(trainer.args.output_dir).glob("checkpoint-2/*.safetensors"))

@@ -12,8 +12,8 @@ import pytest
 from accelerate import Accelerator
 from peft import LoraConfig
 from simulated_cuda import to_cuda, trainers_on_simulated_cuda, waits
+from step_events import At
 from torch import nn
-from transformers import TrainerCallback
 from triton_twins import triton_twins
 
 from groupgrad.engines.native import decode_kernels, runner
@@ -89,14 +89,10 @@ def test_training_samples_by_the_direct_form(fields, steps, make_gpu_trainer, tm
 def test_a_known_family_without_its_direct_form_says_so_once(steps, make_gpu_trainer, tmp_path, caplog, capsys):
     """The form is lost after the first step, which is an event; old log-probs of bfloat16 are a training pass's."""
 
-    class Hooks(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                trainer.model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-
+    hook = At("on_step_end", lambda at: at.model.model.layers[1].mlp.register_forward_hook(lambda *_: None), 2)
     with trainers_on_simulated_cuda(), triton_twins():
         trainer = make_gpu_trainer(max_steps=4, num_iterations=2)
-        trainer.add_callback(Hooks())
+        trainer.add_callback(hook)
         trainer.train()
     assert said_by_engines(caplog) == [
         "decode steps run through the model's modules, which is slower: Qwen3MLP has a forward hook"

@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch
 from forked_ranks import forked_ranks, wait_for
-from transformers import TrainerCallback
+from step_events import At
 
 from groupgrad import GRPOTrainer, activity, dist
 from groupgrad.activity import EXIT_HUNG, Hung
@@ -38,15 +38,9 @@ DEADLINE_S = 10.0
 """Time in which every rank ends after a failure, or after the deadline of a hang."""
 
 
-class Do(TrainerCallback):
+def second(event: str, action: Callable[[], Any]) -> At:
     """Calls an action at an event of the second step."""
-
-    def __init__(self, event: str, action: Callable[[], Any]):
-        def act(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                action()
-
-        setattr(self, event, act)
+    return At(event, lambda _: action(), 1)
 
 
 def hanging(hang: Callable[[], Any]) -> Any:
@@ -75,7 +69,10 @@ BACKTRACKING = hanging(lambda: re.match(r"(a+)+$", "a" * 60 + "b"))
 PLACES: dict[str, tuple[dict[str, Any], str]] = {
     "reward": ({"reward_funcs": hanging(swallow)}, JUDGE.format("judge", 2)),
     "async reward": ({"reward_funcs": asynchronous}, JUDGE.format("asynchronous", 1)),
-    "callback": ({"trainer": {"callbacks": [Do("on_step_end", swallow)]}}, r"the training loop has run for \d+ s"),
+    "callback": (
+        {"trainer": {"callbacks": [second("on_step_end", swallow)]}},
+        r"the training loop has run for \d+ s",
+    ),
     "regular expression": ({"reward_funcs": BACKTRACKING}, JUDGE.format("judge", 2)),
 }
 
@@ -190,21 +187,21 @@ def at(place: str, name: str) -> Callable[[Any], None]:
             owner = attrgetter(place)(trainer) if place else trainer
             setattr(owner, name, Mock(side_effect=ZeroDivisionError(TEXT)))
 
-        trainer.add_callback(Do("on_step_begin", on_rank_1(replace)))
+        trainer.add_callback(second("on_step_begin", on_rank_1(replace)))
 
     return spoil
 
 
 def at_event(event: str) -> Callable[[Any], None]:
     """A failure in a callback."""
-    return lambda trainer: trainer.add_callback(Do(event, on_rank_1(Mock(side_effect=ZeroDivisionError(TEXT)))))
+    return lambda trainer: trainer.add_callback(second(event, on_rank_1(Mock(side_effect=ZeroDivisionError(TEXT)))))
 
 
 def in_module(name: str) -> Callable[[Any], None]:
     """A failure in a function that the trainer's module calls."""
     module = sys.modules[GRPOTrainer.__module__]
     replace = on_rank_1(lambda: setattr(module, name, Mock(side_effect=ZeroDivisionError(TEXT))))
-    return lambda trainer: trainer.add_callback(Do("on_step_end", replace))
+    return lambda trainer: trainer.add_callback(second("on_step_end", replace))
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -362,7 +359,7 @@ def test_a_hang_on_one_rank_ends_all_with_its_cause(ranks, tmp_path, place):
 
     def action(rank: int) -> None:
         trainer = ranks.build("hang", tmp_path, hang_timeout_s=timeout_s)
-        trainer.add_callback(Do("on_step_end", on_rank_1(begin)))
+        trainer.add_callback(second("on_step_end", on_rank_1(begin)))
         train_and_tell(trainer, tmp_path, stays_s=2 * DEADLINE_S)
 
     with forked_ranks(action, tmp_path) as both:
@@ -400,7 +397,7 @@ def test_a_rank_that_waits_long_for_one_that_works_is_no_hang(ranks, tmp_path):
     def action(rank: int) -> None:
         hangs.REACTION_S = 0.0  # a rank that waits has 3 s then
         trainer = ranks.build("long", tmp_path, hang_timeout_s=1.0)
-        trainer.add_callback(Do("on_step_end", on_rank_1(work)))
+        trainer.add_callback(second("on_step_end", on_rank_1(work)))
         trainer.train()
 
     with forked_ranks(action, tmp_path) as both:

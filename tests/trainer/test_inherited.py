@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from step_events import At
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -18,13 +19,6 @@ SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 def logged(trainer, key: str) -> dict[int, Any]:
     """Returns the values of a key by step."""
     return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
-
-
-class Watch(TrainerCallback):
-    """Calls a function at an event."""
-
-    def __init__(self, event: str, action):
-        setattr(self, event, lambda args, state, control, **kwargs: action(state, kwargs))
 
 
 # ------------------------------------------------------------------------------------------------- length, schedule
@@ -190,7 +184,7 @@ def test_when_it_evaluates(train, tools, settings, steps):
 def test_evaluation_batches(make_trainer, tools):
     """Five prompts with four completions each."""
     seen: list[int] = []
-    watch = Watch("on_prediction_step", lambda state, kwargs: seen.append(1))
+    watch = At("on_prediction_step", lambda _: seen.append(1))
     given = {"eval_dataset": tools.prompts(5), "callbacks": [watch]}
     for batch_size, batches in ((4, 5), (8, 3)):
         seen.clear()
@@ -267,9 +261,8 @@ def test_a_checkpoint_asked_for_by_a_signal(make_trainer, make_policy, tools, tm
     stateful = {**tools.STATEFUL, "steps_per_generation": 4, "max_steps": 4}
     managers: list[Any] = []
 
-    def ask(state: Any, kwargs: Any) -> None:
-        if state.global_step == 1:
-            managers[-1].is_checkpoint_requested = True
+    def ask(_: Any) -> None:
+        managers[-1].is_checkpoint_requested = True
 
     def make(**settings: Any) -> Any:
         return make_trainer(model=make_policy(attention_dropout=0.3), **stateful, **settings)
@@ -278,7 +271,7 @@ def test_a_checkpoint_asked_for_by_a_signal(make_trainer, make_policy, tools, tm
     straight.train()
     for event in ("on_step_begin", "on_optimizer_step"):
         settings = {"output_dir": str(tmp_path / event), "enable_jit_checkpoint": True}
-        stopped = make(trainer={"callbacks": [Watch(event, ask)]}, **settings)
+        stopped = make(trainer={"callbacks": [At(event, ask, 1)]}, **settings)
         managers += [c.jit_manager for c in stopped.callback_handler.callbacks if hasattr(c, "jit_manager")]
         stopped.train()
         assert stopped.state.global_step == 2
@@ -357,7 +350,7 @@ def test_activation_checkpointing(train, make_policy, monkeypatch, name):
     options = {"use_reentrant": False, "determinism_check": "none"}
     on = {"activation_checkpointing": True, "gradient_checkpointing": True}
     seen: list[bool] = []
-    watch = Watch("on_step_end", lambda *_: seen.append(recomputes(policy)))
+    watch = At("on_step_end", lambda *_: seen.append(recomputes(policy)))
     train(model=policy, max_steps=1, trainer={"callbacks": [watch]}, **on, **{name: options})
     assert seen == [True] and not recomputes(policy)
     assert given[0]["activation_checkpointing_kwargs"] == options
@@ -370,7 +363,7 @@ def test_compiled(make_policy, train, tools):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     finals, modules, graphs = [], [], []
-    watch = Watch("on_step_end", lambda *_: graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    watch = At("on_step_end", lambda *_: graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     for settings in ({}, {"torch_compile_backend": "eager", "trainer": {"callbacks": [watch]}}):
         trainer = train(model=make_policy(num_hidden_layers=1), max_steps=4, **SGD, **settings)
         finals.append(tools.weights(trainer.model))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from step_events import At
+from transformers import AutoModelForCausalLM
 
 from groupgrad.trainer import trainer as trainer_module
 
@@ -161,14 +162,10 @@ def test_cast_lm_head_to_fp32(train, make_policy, passes):
 def test_gradient_checkpointing_leaves_no_trace_in_the_configuration(train, make_policy, tokenizer, tmp_path):
     """Neither for a callback after a step, nor after training, nor in what is saved; and the model generates alike."""
     policy, seen = make_policy(), []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(policy.config._attn_implementation)
-
+    look = At("on_step_end", lambda _: seen.append(policy.config._attn_implementation))
     original = policy.config._attn_implementation
     trainer = train(
-        model=policy, gradient_checkpointing=True, max_steps=1, save_strategy="steps", trainer={"callbacks": [Look()]}
+        model=policy, gradient_checkpointing=True, max_steps=1, save_strategy="steps", trainer={"callbacks": [look]}
     )
     trainer.save_model(str(tmp_path / "saved"))
     assert [*seen, policy.config._attn_implementation] == [original, original]
@@ -232,14 +229,11 @@ def test_trust_remote_code(make_trainer, model_dir):
 def test_callbacks_are_called_in_their_places(train, tools):
     events: list[str] = []
 
-    class Notes(TrainerCallback):
-        pass
-
-    for name in ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end", "epoch_begin"):
-        setattr(Notes, f"on_{name}", lambda self, *args, name=name, **kwargs: events.append(name))
+    names = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end", "epoch_begin")
+    notes = [At(f"on_{name}", lambda _, name=name: events.append(name)) for name in names]
     train(
         max_steps=2,
-        trainer={"callbacks": [Notes()], "eval_dataset": tools.prompts(2)},
+        trainer={"callbacks": notes, "eval_dataset": tools.prompts(2)},
         eval_strategy="steps",
         eval_steps=2,
         save_strategy="steps",

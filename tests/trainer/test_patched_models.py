@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from step_events import At
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import GenerationMixin, TrainerCallback
+from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
@@ -140,23 +141,20 @@ def test_a_generate_that_is_replaced_later_samples_the_next_generation_batch(
 ) -> None:
     """Wherever it is replaced, also by a function that goes by the name of the one before."""
 
-    class Replace(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            model = kwargs["model"]
-            if state.global_step == 1:
-                owner = {"instance": model, "class": type(model), "library": GenerationMixin}[place]
-                plain = owner.generate
+    def replace(at: Any) -> None:
+        owner = {"instance": at.model, "class": type(at.model), "library": GenerationMixin}[place]
+        plain = owner.generate
 
-                @torch.no_grad()
-                @functools.wraps(plain)
-                def generate(*a: Any, **k: Any) -> Any:
-                    calls.append(state.global_step)
-                    return plain(*a, **k)
+        @torch.no_grad()
+        @functools.wraps(plain)
+        def generate(*a: Any, **k: Any) -> Any:
+            calls.append(at.state.global_step)
+            return plain(*a, **k)
 
-                monkeypatch.setattr(owner, "generate", generate, raising=False)
+        monkeypatch.setattr(owner, "generate", generate, raising=False)
 
     calls: list[int] = []
-    trainer = make_trainer(max_steps=3, trainer={"callbacks": [Replace()]})
+    trainer = make_trainer(max_steps=3, trainer={"callbacks": [At("on_step_end", replace, 1)]})
     assert trainer.execution.engine_choice.name == "native"
     trainer.train()
     assert trainer.execution.engine_choice.name == "transformers"

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ import small_runs
 import torch
 from datasets import Dataset
 from forked_ranks import ForkedRanks
-from transformers import AutoTokenizer, TrainerCallback
+from step_events import At
+from transformers import AutoTokenizer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
 
@@ -86,24 +86,16 @@ def test_lora_trains_with_a_kl_term(make) -> None:
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["grad_norm"] > 0
 
 
-class _Kill(TrainerCallback):
-    """Writes the weights of the second step aside, and kills the process before the step is saved."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            torch.save(small_runs.weights(model), self.path)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_killed_run_resumes_bit_for_bit(make, tmp_path) -> None:
     settings = {"max_steps": 2, "optim": "sgd", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1}
 
+    def kill(at: Any) -> None:
+        torch.save(small_runs.weights(at.model), tmp_path / "weights.pt")
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def train(rank: int) -> None:
         trainer = make(**settings)
-        trainer.add_callback(_Kill(tmp_path / "weights.pt"))
+        trainer.add_callback(At("on_step_end", kill, 2))
         trainer.train()
 
     run = ForkedRanks(train, tmp_path, num_ranks=1)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from transformers import TrainerCallback
+from step_events import At
 
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.kernels import status
@@ -231,14 +231,13 @@ def test_metrics_before_a_checkpoint_are_there_though_rollouts_wait_for_the_disk
     is_free, found = threading.Event(), []
     monkeypatch.setattr(RolloutFiles, "write", lambda *_, **__: is_free.wait(60))
 
-    class Look(TrainerCallback):
-        def on_save(self, *_: Any, **__: Any) -> None:
-            found.extend([line["step"] for line in read_lines(tmp_path / "run" / name)] for name in names)
-            is_free.set()
+    def look(_: Any) -> None:
+        found.extend([line["step"] for line in read_lines(tmp_path / "run" / name)] for name in names)
+        is_free.set()
 
     names = ("metrics.jsonl", "weights.jsonl")
     trainer = make_trainer(max_steps=2, save_strategy="steps", save_steps=2)
-    trainer.add_callback(Look())
+    trainer.add_callback(At("on_save", look))
     trainer.train()
     assert found == [[1, 2], [0, 1, 2]]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from transformers import TrainerCallback
+from step_events import At
 
 from groupgrad.errors import OutputDirInUse
 from groupgrad.run_folder.run_files import LOCK_OWNER
@@ -63,11 +63,8 @@ def test_a_second_trainer_is_refused_by_name_until_the_first_has_ended(make_trai
 def test_the_lock_names_this_process_while_it_trains(train):
     seen: list[dict[str, Any]] = []
 
-    class Read(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(json.loads((Path(args.output_dir) / LOCK_OWNER).read_text()))
-
-    train(max_steps=1, trainer={"callbacks": [Read()]})
+    read = lambda at: seen.append(json.loads((Path(at.args.output_dir) / LOCK_OWNER).read_text()))  # noqa: E731
+    train(max_steps=1, trainer={"callbacks": [At("on_step_end", read)]})
     assert (seen[0]["pid"], seen[0]["host"]) == (os.getpid(), socket.gethostname())
 
 

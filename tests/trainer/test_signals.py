@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from step_events import At
 
 from groupgrad.errors import RewardError
 from groupgrad.run_folder.run_files import LOCK_OWNER
@@ -27,17 +27,6 @@ LOGGED = {
     "num_completions_to_print": 0,
 }
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-
-
-class At(TrainerCallback):
-    """Calls a function at an event of the step that follows `step` whole ones."""
-
-    def __init__(self, event: str, step: int, action: Callable[[], None]):
-        def call(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == step:
-                action()
-
-        setattr(self, event, call)
 
 
 def send(name: str) -> None:
@@ -73,7 +62,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, 
         return make_trainer(
             model=make_policy(attention_dropout=0.3),
             reward_funcs=rewards(tools, step if place == "reward" else -1, action),
-            trainer={"callbacks": [At(place, step, action)] if place.startswith("on_") else []},
+            trainer={"callbacks": [At(place, lambda _: action(), step)] if place.startswith("on_") else []},
             output_dir=str(tmp_path / folder),
             **tools.STATEFUL,
             **LOGGED,
@@ -137,7 +126,7 @@ def test_a_second_interrupt_ends_at_once(make_trainer, monkeypatch, launched):
     """torchrun passes an interrupt on to its processes, so there the second one is the first one again."""
     if launched:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    twice = At("on_pre_optimizer_step", 1, lambda: (send("SIGINT"), send("SIGINT")))
+    twice = At("on_pre_optimizer_step", lambda _: (send("SIGINT"), send("SIGINT")), 1)
     trainer = make_trainer(trainer={"callbacks": [twice]})
     with pytest.raises(Stopped if launched else KeyboardInterrupt):
         trainer.train()
@@ -162,7 +151,7 @@ def test_a_signal_in_the_first_step_has_nothing_to_save(make_trainer, tools):
     "nothing",
 )
 def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(train):
-    trainer = train(trainer={"callbacks": [At("on_pre_optimizer_step", 2, lambda: send("SIGTERM"))]})
+    trainer = train(trainer={"callbacks": [At("on_pre_optimizer_step", lambda _: send("SIGTERM"), 2)]})
     assert trainer.state.global_step == 3
 
 
@@ -174,11 +163,11 @@ def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(train):
 )
 def test_an_evaluation_that_a_stop_has_left_out_is_made_up(make_trainer, tools, tmp_path):
     def make(folder: str, place: str = "") -> Any:
-        stop = lambda: send("SIGTERM")  # noqa: E731
+        stop = lambda *_: send("SIGTERM")  # noqa: E731
         return make_trainer(
             reward_funcs=rewards(tools, 2 if place == "evaluation" else -1, stop),
             trainer={
-                "callbacks": [At("on_pre_optimizer_step", 1, stop)] if place == "step" else [],
+                "callbacks": [At("on_pre_optimizer_step", stop, 1)] if place == "step" else [],
                 "eval_dataset": tools.prompts(2),
             },
             output_dir=str(tmp_path / folder),
@@ -229,7 +218,7 @@ def test_a_stopped_trial_of_a_search_is_saved_in_its_own_folder(make_trainer, to
 def test_training_on_another_thread_leaves_the_signals_alone(make_trainer):
     handler = signal.getsignal(signal.SIGTERM)
     trainer, seen = make_trainer(max_steps=1), []
-    trainer.add_callback(At("on_step_begin", 0, lambda: seen.append(signal.getsignal(signal.SIGTERM))))
+    trainer.add_callback(At("on_step_begin", lambda _: seen.append(signal.getsignal(signal.SIGTERM))))
     thread = threading.Thread(target=trainer.train)
     thread.start()
     thread.join()
@@ -310,7 +299,7 @@ def test_a_signal_in_the_evaluation_after_the_last_step_stops_the_run(make_train
 def test_a_forked_process_ends_as_it_would(train):
     codes: list[int] = []
 
-    def fork() -> None:
+    def fork(_: Any) -> None:
         ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
@@ -321,7 +310,7 @@ def test_a_forked_process_ends_as_it_would(train):
         os.kill(child, signal.SIGTERM)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    train(trainer={"callbacks": [At("on_step_end", 1, fork)]})
+    train(trainer={"callbacks": [At("on_step_end", fork, 1)]})
     assert codes == [-signal.SIGTERM]
 
 
@@ -345,6 +334,6 @@ def test_a_reward_cannot_end_the_process(make_trainer, tools):
     "the steps since the last checkpoint",
 )
 def test_a_callback_cannot_end_the_process(make_trainer):
-    trainer = make_trainer(trainer={"callbacks": [At("on_step_end", 2, lambda: sys.exit(0))]})
+    trainer = make_trainer(trainer={"callbacks": [At("on_step_end", lambda _: sys.exit(0), 2)]})
     with pytest.raises(RuntimeError, match=r"test_signals.py:\d+\) raised SystemExit\(0\), which would end"):
         trainer.train()

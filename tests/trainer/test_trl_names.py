@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from step_events import At
+from transformers import Trainer
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.objectives import PolicyLoss
@@ -82,13 +83,12 @@ def test_attributes_cannot_be_assigned(make_trainer):
 
 
 def test_appended_metrics_are_logged(make_trainer):
-    class Append(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            trainer._metrics["train"]["mine"].append(state.global_step)
-            trainer._metrics["train"]["mine"].extend([3.0, 5.0])
-            trainer.log_metric("other", 7)
+    def append(at):
+        trainer._metrics["train"]["mine"].append(at.state.global_step)
+        trainer._metrics["train"]["mine"].extend([3.0, 5.0])
+        trainer.log_metric("other", 7)
 
-    trainer = make_trainer(max_steps=2, trainer={"callbacks": [Append()]})
+    trainer = make_trainer(max_steps=2, trainer={"callbacks": [At("on_step_begin", append)]})
     trainer.train()
     first, second = (event for event in trainer.state.log_history if "loss" in event)
     assert (first["mine"], second["mine"]) == (pytest.approx(8 / 3), 3.0)
