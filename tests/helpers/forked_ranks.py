@@ -177,3 +177,10 @@ def run_on(num_ranks: int, script: Path, *arguments: object, timeout_s: float, *
         process.communicate()
         raise
     assert process.returncode == 0, output[-6000:]
+
+
+class FakeGroup:
+    """A group of which this process plays one rank."""
+
+    def __init__(self, index: int, size: int):
+        self.index, self.size = index, size

@@ -31,9 +31,20 @@ def batch_of(seed: int) -> Any:
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    actual = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, actual)}
+
+
+def assert_same_gradients(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
+    """Within tolerances, of which `atol` is of the largest number of all."""
+    assert found.keys() == expected.keys()
+    scale = max(float(value.abs().max()) for value in expected.values())
+    assert scale > 1e-3
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol * scale, msg=name)
 
 
 def assert_scored_as_one_pass_a_row(model: nn.Module, batch: Any, row_logits: Callable[..., torch.Tensor]) -> None:
@@ -44,7 +55,4 @@ def assert_scored_as_one_pass_a_row(model: nn.Module, batch: Any, row_logits: Ca
     assert float(expected.detach().std()) > 0.1
     scores = score_tokens(model, batch, ForwardOptions(layout="shared"))
     torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5)
-    mine, plain = (gradients(model, (weights * values).sum()) for values in (scores.logprobs, expected))
-    scale = max(float(value.abs().max()) for value in plain.values())
-    for name, value in plain.items():
-        torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5 * scale, msg=name)
+    assert_same_gradients(*(gradients(model, (weights * values).sum()) for values in (scores.logprobs, expected)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ragged_rows import assert_same_gradients, gradients
 from torch import nn
 from unordered_sums import UnorderedSums
 
@@ -24,20 +25,6 @@ def plain(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) 
     return logprobs.float(), -(distribution.exp() * distribution).sum(-1).float()
 
 
-def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    actual = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, actual)}
-
-
-def assert_same_gradients(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys()
-    scale = max(float(value.abs().max()) for value in second.values())
-    assert scale > 1e-3
-    for name, value in second.items():
-        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5 * max(scale, 1.0), msg=name)
-
-
 def test_every_architecture_scores_as_row_by_row(any_model, batch, row_logits):
     """Log-probs, entropies and gradients."""
     logprobs, entropy = plain(row_logits(any_model, batch), batch.completion_ids)
@@ -48,8 +35,7 @@ def test_every_architecture_scores_as_row_by_row(any_model, batch, row_logits):
     assert scores.logprobs.shape == scores.entropy.shape == (batch.num_tokens,)
     assert scores.aux_loss is None
     weights = torch.linspace(-1, 2, batch.num_tokens)
-    actual, expected = (gradients(any_model, (weights * values).sum()) for values in (scores.logprobs, logprobs))
-    assert_same_gradients(actual, expected)
+    assert_same_gradients(*(gradients(any_model, (weights * values).sum()) for values in (scores.logprobs, logprobs)))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -80,8 +66,7 @@ def test_tokens_may_have_temperatures_of_their_own(any_model, batch, row_logits)
     torch.testing.assert_close(scores.logprobs, logprobs * kept, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(scores.entropy, entropy * kept, rtol=1e-5, atol=2e-5)
     weights = torch.linspace(-1, 2, batch.num_tokens) * kept
-    actual, expected = (gradients(any_model, (weights * values).sum()) for values in (scores.logprobs, logprobs))
-    assert_same_gradients(actual, expected)
+    assert_same_gradients(*(gradients(any_model, (weights * values).sum()) for values in (scores.logprobs, logprobs)))
 
 
 def test_what_fills_short_rows_is_never_looked_at(build, batch):

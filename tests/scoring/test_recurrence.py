@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged_rows import assert_scored_as_one_pass_a_row, batch_of, gradients
+from ragged_rows import assert_same_gradients, assert_scored_as_one_pass_a_row, batch_of, gradients
 from tiny_hybrids import CONFIGS, make_hybrid
 from token_spans import make_spans
 
@@ -155,9 +155,7 @@ def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
     for block in (10**9, 64):
         monkeypatch.setattr(recurrence_module, "BLOCK_TOKENS", block)
         results.append(gradients(model, (weights * score_tokens(model, batch, OPTIONS).logprobs).sum()))
-    scale = max(float(value.abs().max()) for value in results[0].values())
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6 * scale, msg=name)
+    assert_same_gradients(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
 COMPILED_SCANS = ("qwen3_5", "olmo_hybrid", "nemotron_h")
@@ -192,9 +190,7 @@ def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
             results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})
     compiled, plain = results
     torch.testing.assert_close(compiled.pop("logprobs"), plain.pop("logprobs"), rtol=0, atol=1e-5)
-    scale = max(float(value.abs().max()) for value in plain.values())
-    for name, value in plain.items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
+    assert_same_gradients(compiled, plain, rtol=1e-5)
 
 
 @settings(max_examples=6, deadline=None)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import on_ranks
+from forked_ranks import FakeGroup, on_ranks
+from ragged_rows import assert_same_gradients
 from torch import nn
 
 from groupgrad import dist
@@ -50,14 +51,6 @@ def gradients_of(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    scale = max(float(value.abs().max()) for value in expected.values())
-    assert scale > 0
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * scale, msg=name)
-
-
 def test_every_kind_of_attention_scores_as_one_rank_does(build: Callable[..., Any], tmp_path):
     """Two ranks; log-probs and entropies carry gradients."""
     weights = torch.linspace(-1, 2, ragged().num_tokens)
@@ -83,7 +76,7 @@ def test_every_kind_of_attention_scores_as_one_rank_does(build: Callable[..., An
         for logprobs, entropy, gradients in (result[number] for result in ranks):
             torch.testing.assert_close(logprobs, scores.logprobs.detach(), rtol=0, atol=1e-5)
             torch.testing.assert_close(entropy, scores.entropy.detach(), rtol=0, atol=1e-5)
-            assert_same(gradients, expected)
+            assert_same_gradients(gradients, expected)
 
 
 OPTIONS = {
@@ -122,7 +115,7 @@ def test_four_ranks_have_the_loss_of_one_whatever_it_sums_over(build: Callable[.
         expected = gradients_of(model, loss)
         for rank in ranks:
             assert rank[number][0] == pytest.approx(value, rel=1e-5, abs=1e-6)
-            assert_same(rank[number][1], expected)
+            assert_same_gradients(rank[number][1], expected)
     assert not ranks[0][-1].logprobs.requires_grad
     assert all(torch.equal(rank[-1].logprobs, ranks[0][-1].logprobs) for rank in ranks)
 
@@ -146,14 +139,7 @@ def test_a_precomputed_gradient_and_checkpointing_change_nothing(build: Callable
     model = build("qwen3")
     expected = gradients_of(model, policy_loss(score_tokens(model, batch, ForwardOptions()), batch, policy).loss)
     for found in on_ranks(action, tmp_path, 2):
-        assert_same(found, expected)
-
-
-class FakeGroup:
-    """A group of which this process plays one rank."""
-
-    def __init__(self, index: int, size: int):
-        self.index, self.size = index, size
+        assert_same_gradients(found, expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

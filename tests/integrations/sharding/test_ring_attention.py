@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import on_ranks
+from forked_ranks import FakeGroup, on_ranks
 
 from groupgrad import dist
 from groupgrad.batch import Batch
@@ -154,10 +154,3 @@ def test_ranks_have_about_equal_work():
         assert len(part.inputs.ids) == pytest.approx(10_000 / 8, abs=2)
     assert max(costs) < 1.02 * sum(costs) / 8
     assert sum(costs) < 1.1 * 10_000**2 / 2
-
-
-class FakeGroup:
-    """A group of which this process plays one rank."""
-
-    def __init__(self, index: int, size: int):
-        self.index, self.size = index, size
