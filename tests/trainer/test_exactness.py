@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from dense_objective import dense_advantages, dense_loss, scores
 
 from groupgrad.objectives import LOSSES as ALL_LOSSES
 
@@ -158,30 +158,6 @@ def test_gradient_checkpointing_changes_nothing(run, tools):
 # ---------------------------------------------------------------------------------------- against a dense trainer
 
 
-def dense_scores(model, prompts: list[list[int]], completions: list[list[int]], temperature: float):
-    """Log-probs and entropies (B, T) and the mask (B, T), every row padded on the right, computed on its own."""
-    width = max(map(len, completions))
-    logprobs, mask = [], []
-    for prompt, completion in zip(prompts, completions):
-        ids = torch.tensor([prompt + completion])
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
-        chosen = F.log_softmax(logits, dim=-1)[torch.arange(len(completion)), torch.tensor(completion)]
-        logprobs.append(F.pad(chosen, (0, width - len(completion))))
-        mask.append(F.pad(torch.ones(len(completion)), (0, width - len(completion))))
-    return torch.stack(logprobs), torch.stack(mask)
-
-
-def dense_loss(logprobs, old, ref, mask, advantages, *, loss_type: str, beta: float) -> torch.Tensor:
-    """arXiv:2402.03300, eq. 3 and 4 (grpo) and arXiv:2503.14476, eq. 8 (dapo), clip widths 0.2."""
-    ratio = (logprobs - old).exp()
-    gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
-    kl = (ref - logprobs).exp() - (ref - logprobs) - 1
-    per_token = (-gain + beta * kl) * mask
-    if loss_type == "grpo":
-        return (per_token.sum(1) / mask.sum(1)).mean()
-    return per_token.sum() / mask.sum()
-
-
 @pytest.mark.quick("dapo-rows")
 @pytest.mark.parametrize(("loss_type", "shuffle_rows"), [("grpo", "groups"), ("dapo", "groups"), ("dapo", "rows")])
 def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss_type, shuffle_rows):
@@ -216,28 +192,19 @@ def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss
     )
     losses = []
     for number, (prompts, completions, rewards) in enumerate(batches):
-        group = torch.tensor(rewards, dtype=torch.float64).view(-1, 4)
-        advantages = (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)
-        advantages = advantages.flatten().float()
+        advantages = dense_advantages(torch.tensor(rewards, dtype=torch.float64)[:, None], trainer.args).float()
         with torch.no_grad():
-            old, _ = dense_scores(dense, prompts, completions, 0.8)
-            ref, _ = dense_scores(reference, prompts, completions, 0.8)
+            old, ref = (scores(model, prompts, completions, 0.8)[0] for model in (dense, reference))
         steps = [
             [row for s in half for row in trainer.plan.slice_rows(0, s, number)] for half in (range(4), range(4, 8))
         ]
         assert (steps == [[*range(16)], [*range(16, 32)]]) is (shuffle_rows == "groups")
         for rows in steps:
-            logprobs, mask = dense_scores(dense, [prompts[i] for i in rows], [completions[i] for i in rows], 0.8)
-            width = mask.shape[1]
-            loss = dense_loss(
-                logprobs,
-                old[rows, :width],
-                ref[rows, :width],
-                mask,
-                advantages[rows],
-                loss_type=loss_type,
-                beta=0.1,
-            )
+            logprobs, entropy = scores(dense, [prompts[i] for i in rows], [completions[i] for i in rows], 0.8)
+            width = logprobs.shape[1]
+            mask = torch.arange(width)[None] < torch.tensor([len(completions[i]) for i in rows])[:, None]
+            older = old[rows, :width], ref[rows, :width]
+            loss = dense_loss(trainer.args, logprobs, entropy, *older, mask, advantages[rows])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(dense.parameters(), 1.0)
