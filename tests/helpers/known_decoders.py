@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import base_fixtures
+import pytest
 import torch
 
 from groupgrad.engines.native.attention_layouts import ProbeLayout
@@ -33,6 +34,11 @@ def direct_form(model: Any) -> CompiledModel | DirectModel | str:
         return direct_model(model, attention.calls)
 
 
-def make(family: str, **changes: Any) -> Any:
-    """A model of two layers with random weights."""
-    return base_fixtures.build_family(family, **{**SIZES, **CHANGES[family], **changes})
+def make(family: str, *, adapted: bool = False, **changes: Any) -> Any:
+    """A model of two layers with random weights, and with an adapter, if asked for."""
+    model = base_fixtures.build_family(family, **{**SIZES, **CHANGES[family], **changes})
+    if adapted:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config).eval()
+    return model

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from noted_calls import note_calls
 from simulated_cuda import SimulatedTensor, simulated_cuda, to_cuda
 from torch import nn
 from torch.autograd import forward_ad
@@ -332,9 +333,7 @@ def gpu() -> Iterator[None]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype, gpu, monkeypatch):
-    calls: list[Any] = []
-    fused = F.rms_norm
-    monkeypatch.setattr(F, "rms_norm", lambda *a, **k: (calls.append(a), fused(*a, **k))[1])
+    calls = note_calls(monkeypatch, F, "rms_norm")
     model, x = make(kind).to(dtype), (3 * torch.randn(70, 4, 48)).to(dtype)
     wide, weight = x.double().requires_grad_(), model[0].weight.detach().double().requires_grad_()
     expected, grad_output = exact(wide, weight), torch.randn_like(x)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from noted_calls import note_calls
 from scripted_agents import with_tools
 from simulated_vllm import simulate_vllm
 
@@ -122,14 +123,8 @@ def test_a_rollout_function_is_asked_for_the_prompts_that_are_drawn(make_trainer
 
 def test_rounds_beside_batches_that_are_sampled_ahead(train, monkeypatch):
     """Each generation batch of a server is still begun once, and its further rounds have weights of its own step."""
-    served, asked = simulate_vllm(monkeypatch), []
-    sample = SingleTurnRollouts.__call__
-
-    def recorded(self: SingleTurnRollouts, request: Any) -> Any:
-        asked.append((request.number, request.attempt))
-        return sample(self, request)
-
-    monkeypatch.setattr(SingleTurnRollouts, "__call__", recorded)
+    served, note = simulate_vllm(monkeypatch), lambda self, request: (request.number, request.attempt)
+    asked = note_calls(monkeypatch, SingleTurnRollouts, "__call__", note)
     reward = RowReward(2, 5, 11, 14)
     trainer = train(reward_funcs=reward, use_vllm=True, vllm_mode="server", rollout_ahead=1, dynamic_sampling_rounds=40)
     assert served

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from noted_calls import note_calls
 from transformers.generation import ContinuousBatchingManager
 
 from groupgrad.engines.native import NativeEngine
@@ -56,7 +57,7 @@ ONLY_GENERATE = {"num_beams": 2, "length_penalty": 0.5, "early_stopping": True, 
 
 def test_beams_are_searched_by_generate(make_trainer, make_policy, monkeypatch, caplog):
     """Every call of `generate` in a run has the options, and one line names the engine that has them."""
-    policy, seen = make_policy(), []
+    policy = make_policy()
     with caplog.at_level(logging.WARNING):
         trainer = make_trainer(model=policy, generation_kwargs=ONLY_GENERATE, max_steps=1)
     lines = [line for record in caplog.records if "is sampled by generate" in (line := record.getMessage())]
@@ -64,13 +65,9 @@ def test_beams_are_searched_by_generate(make_trainer, make_policy, monkeypatch, 
     assert lines[0].endswith(
         f"the native engine has no {', '.join(ONLY_GENERATE)}, which rollout_engine='transformers' has"
     )
-    plain = type(policy)._beam_search
-
-    def beam_search(self, *args, generation_config, **kwargs):
-        seen.append({name: getattr(generation_config, name) for name in [*ONLY_GENERATE, "do_sample"]})
-        return plain(self, *args, generation_config=generation_config, **kwargs)
-
-    monkeypatch.setattr(type(policy), "_beam_search", beam_search)
+    names = [*ONLY_GENERATE, "do_sample"]
+    note = lambda *_, generation_config, **__: {name: getattr(generation_config, name) for name in names}  # noqa: E731
+    seen = note_calls(monkeypatch, type(policy), "_beam_search", note)
     trainer.train()
     assert seen
     assert all(options == {**ONLY_GENERATE, "do_sample": True} for options in seen)
@@ -88,13 +85,8 @@ def test_a_value_that_an_engine_cannot_use_is_refused_before_a_run(make_trainer)
 @pytest.mark.filterwarnings("ignore:use_transformers_paged has a new name")
 def test_paged_generation_samples_a_run(make_trainer, make_policy, tools, monkeypatch):
     """Each generation batch goes through transformers' manager; with one likely token a run is the ordinary one."""
-    results, managers = [], []
-    add = ContinuousBatchingManager.add_request
-    monkeypatch.setattr(
-        ContinuousBatchingManager,
-        "add_request",
-        lambda self, *args, **kwargs: (managers.append(self), add(self, *args, **kwargs))[1],
-    )
+    results = []
+    managers = note_calls(monkeypatch, ContinuousBatchingManager, "add_request", lambda self, *_, **__: self)
     further = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 2, "top_k": 1, "entropy_coef": 1.0}
     paged = {"use_transformers_paged": True, "transformers_continuous_batching_config": {"page_size": 8}}
     for engine in (paged, {}):

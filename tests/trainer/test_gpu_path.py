@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator
+from noted_calls import note_calls
 from peft import LoraConfig
 from simulated_cuda import to_cuda, trainers_on_simulated_cuda, waits
 from step_events import At
@@ -44,20 +45,10 @@ def said_by_engines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Counts the computations of decode steps by each form; a recorded step is computed at its recording alone."""
-    counts = {"direct": 0, "modules": 0}
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            counts[name] += 1
-            return function(*arguments)
-
-        return call
-
-    monkeypatch.setattr(DirectModel, "__call__", counted("direct", DirectModel.__call__))
-    monkeypatch.setattr(runner, "step_logits", counted("modules", runner.step_logits))
-    return counts
+def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """Computations of decode steps by each form; a recorded step is computed at its recording alone."""
+    direct = note_calls(monkeypatch, DirectModel, "__call__")
+    return {"direct": direct, "modules": note_calls(monkeypatch, runner, "step_logits")}
 
 
 @pytest.mark.quick("default")
@@ -82,7 +73,7 @@ def test_training_samples_by_the_direct_form(fields, steps, make_gpu_trainer, tm
     record = json.loads((tmp_path / "run" / "run_config.json").read_text())["sampling"]
     assert (record["engine"], record["path"], record["old_logprobs"]) == ("native", "direct", None)
     assert "native engine, steps run direct\n" in capsys.readouterr().out
-    assert steps["direct"] >= 3 and steps["modules"] == 1
+    assert len(steps["direct"]) >= 3 and len(steps["modules"]) == 1
 
 
 @pytest.mark.slow
@@ -144,7 +135,7 @@ def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps,
         trainer.engine._fingerprint = ()
         steps.update(modules=0)
         trainer.train()
-    assert (steps["modules"] == 1) == (shift == 0.02)
+    assert (len(steps["modules"]) == 1) == (shift == 0.02)
 
 
 def test_a_micro_batch_makes_the_host_wait_for_nothing(make_gpu_trainer):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from noted_calls import note_calls, note_results
 from step_events import At
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -344,9 +345,7 @@ def recomputes(model: Any) -> bool:
 def test_activation_checkpointing(train, make_policy, monkeypatch, name):
     """Two names of one setting and two of its options."""
     policy = make_policy()
-    given: list[dict[str, Any]] = []
-    enable = policy.activation_checkpointing_enable
-    monkeypatch.setattr(policy, "activation_checkpointing_enable", lambda **kw: (given.append(kw), enable(**kw)))
+    given = note_calls(monkeypatch, policy, "activation_checkpointing_enable", lambda **options: options)
     options = {"use_reentrant": False, "determinism_check": "none"}
     on = {"activation_checkpointing": True, "gradient_checkpointing": True}
     seen: list[bool] = []
@@ -396,14 +395,7 @@ def test_kernels_are_put_into_the_model(make_trainer, calls, monkeypatch):
 
 def test_overflow_is_looked_for(train, monkeypatch):
     """The detector checks all passes of the policy, and a sound run raises no alarm."""
-    watched: list[Any] = []
-    original = transformers.trainer.DebugUnderflowOverflow
-
-    def watch(model: Any) -> Any:
-        watched.append(original(model))
-        return watched[-1]
-
-    monkeypatch.setattr("transformers.trainer.DebugUnderflowOverflow", watch)
+    watched = note_results(monkeypatch, transformers.trainer, "DebugUnderflowOverflow")
     trainer = train(debug="underflow_overflow", max_steps=1)
     assert watched[0].model is trainer.model
     assert watched[0].batch_number > 0 and not watched[0].detected_overflow

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from noted_calls import note_results
 from peft import LoraConfig, PeftModel, get_peft_model
 from step_events import At
 from transformers import AutoModelForCausalLM
@@ -23,16 +24,8 @@ def lora(**settings: Any) -> LoraConfig:
 @pytest.fixture
 def passes(monkeypatch):
     """Collects the micro-batches of training with their scores."""
-    seen: list[tuple[Any, Any]] = []
-    plain = trainer_module.score_tokens
-
-    def note(model, batch, options, *precomputed):
-        scores = plain(model, batch, options, *precomputed)
-        seen.append((batch, scores.logprobs.detach().clone()))
-        return scores
-
-    monkeypatch.setattr(trainer_module, "score_tokens", note)
-    return seen
+    note = lambda scores, model, batch, *_: (batch, scores.logprobs.detach().clone())  # noqa: E731
+    return note_results(monkeypatch, trainer_module, "score_tokens", note)
 
 
 # ------------------------------------------------------------------------------------------------ dropout

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from noted_calls import note_calls
 from torch import nn
 from transformers import TrainerCallback
 
@@ -78,9 +79,7 @@ def test_nothing_is_clipped_where_the_policy_has_not_moved(case, make_trainer, m
         max_steps=8,
         **settings,
     )
-    scorer, passes = trainer.components.scorer, []
-    plain = type(scorer).policy
-    monkeypatch.setattr(type(scorer), "policy", lambda *args, **kw: passes.append(None) or plain(*args, **kw))
+    passes = note_calls(monkeypatch, type(trainer.components.scorer), "policy")
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["clip_ratio/region_mean"] for entry in steps] == [0.0] * 8

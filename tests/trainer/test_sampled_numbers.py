@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from noted_calls import note_calls
 
 from groupgrad.batch import Batch
 from groupgrad.batching import micro_batches
@@ -45,15 +46,8 @@ class OtherEngine(BatchEngine):
 @pytest.fixture
 def passes(monkeypatch) -> list[tuple[int, bool]]:
     """(completion tokens, with gradient) of each pass of the policy in training."""
-    seen: list[tuple[int, bool]] = []
-    plain = trainer_module.score_tokens
-
-    def note(model, batch, options, *precomputed):
-        seen.append((batch.num_tokens, torch.is_grad_enabled()))
-        return plain(model, batch, options, *precomputed)
-
-    monkeypatch.setattr(trainer_module, "score_tokens", note)
-    return seen
+    note = lambda model, batch, *_: (batch.num_tokens, torch.is_grad_enabled())  # noqa: E731
+    return note_calls(monkeypatch, trainer_module, "score_tokens", note)
 
 
 @pytest.fixture

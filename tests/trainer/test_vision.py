@@ -12,6 +12,7 @@ import pytest
 import tiny_vlms
 import torch
 from datasets import Dataset
+from noted_calls import note_calls
 from PIL import Image
 from transformers import GenerationConfig
 
@@ -120,17 +121,10 @@ def test_the_images_matter(make_seeing):
 
 def test_images_are_decoded_and_processed_once_for_a_group_and_generation_batch(make_seeing, monkeypatch):
     """Two generation batches of four groups, three of them with images, four images in all, for two steps each."""
-    processed: list[int] = []
-    decoded: list[Any] = []
-    encode, opened = VisionPromptMaker.encode, vision_data.open_image
-
-    def counted_encode(self: Any, text: str, images: Any = (), **how: Any) -> Any:
-        processed.append(len(images))
-        return encode(self, text, images, **how)
-
     trainer = make_seeing(steps_per_generation=2, per_device_train_batch_size=8, max_steps=4, max_completion_length=3)
-    monkeypatch.setattr(VisionPromptMaker, "encode", counted_encode)
-    monkeypatch.setattr(vision_data, "open_image", lambda *args: decoded.append(args) or opened(*args))
+    num_images = lambda self, text, images=(), **__: len(images)  # noqa: E731
+    processed = note_calls(monkeypatch, VisionPromptMaker, "encode", num_images)
+    decoded = note_calls(monkeypatch, vision_data, "open_image")
     trainer.train()
     assert sorted(count for count in processed if count) == [1, 1, 1, 1, 2, 2]
     assert len(decoded) == 8

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from noted_calls import note_calls
 from peft import LoraConfig
 from simulated_vllm import Copy, simulate_vllm
 from tiny_vlms import build
@@ -117,14 +118,7 @@ def test_much_dropped_is_a_warning_that_names_the_remedy(make_trainer, served, c
 def test_generation_batches_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
     train, served, ahead, monkeypatch
 ):
-    seen: list[int] = []
-    sample = SingleTurnRollouts.__call__
-
-    def recorded(self: SingleTurnRollouts, request: Any) -> Any:
-        seen.append(request.number)
-        return sample(self, request)
-
-    monkeypatch.setattr(SingleTurnRollouts, "__call__", recorded)
+    seen = note_calls(monkeypatch, SingleTurnRollouts, "__call__", lambda self, request: request.number)
     settings = {**SERVER, **STEPS, "max_steps": 5}
     trainer = train(**settings, rollout_ahead=ahead)
     assert sorted(seen) == [0, 1, 2, 3, 4]

@@ -17,6 +17,7 @@ import torch
 from base_fixtures import build_family
 from filelock import FileLock
 from known_decoders import SIZES, direct_form
+from noted_calls import note_calls
 from torch import nn
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -174,9 +175,7 @@ def test_steps_give_the_numbers_of_the_model(name: str, max_rows: int | None, th
     threads(3 if "threads" in name else 1)
     model = make(*MODELS[name])
     assert isinstance(direct_form(model), CompiledModel)
-    own = []
-    original = runner.step_logits
-    monkeypatch.setattr(runner, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
+    own = note_calls(monkeypatch, runner, "step_logits")
     with caplog.at_level(logging.WARNING):
         engine = NativeEngine(model, max_rows=max_rows)
         samples = engine.sample(requests(), OPTIONS)

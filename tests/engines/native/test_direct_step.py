@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from known_decoders import CHANGES, make
+from noted_calls import note_calls
 from sample_checks import assert_same_samples
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -44,28 +45,14 @@ def test_every_family_is_tried():
 @pytest.mark.parametrize("family", sorted(CHANGES))
 @pytest.mark.parametrize("adapted", [False, True])
 def test_direct_steps_give_the_texts_of_the_models_own(family: str, adapted: bool, monkeypatch, caplog):
-    model = make(family)
-    if adapted:
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-        model = peft.get_peft_model(model, config).eval()
-    counts = {"direct": 0, "own": 0}
-
-    def count(name: str, function: Any) -> Any:
-        def counting(*arguments: Any) -> Any:
-            counts[name] += 1
-            return function(*arguments)
-
-        return counting
-
-    monkeypatch.setattr(DirectModel, "__call__", count("direct", DirectModel.__call__))
-    monkeypatch.setattr(runner, "step_logits", count("own", runner.step_logits))
+    model = make(family, adapted=adapted)
+    own, direct = note_calls(monkeypatch, runner, "step_logits"), note_calls(monkeypatch, DirectModel, "__call__")
     with caplog.at_level(logging.WARNING):
         native = NativeEngine(model)
         actual = native.sample(requests(), OPTIONS)
     assert not [record for record in caplog.records if record.name.startswith("groupgrad")]
     # Both forms run the first step once more, to be compared.
-    assert (counts["own"], counts["direct"]) == (1, native.statistics.num_steps + 1)
+    assert (len(own), len(direct)) == (1, native.statistics.num_steps + 1)
     monkeypatch.setattr(engine, "direct_model", lambda model, calls: None)
     assert_same_samples(actual, NativeEngine(model).sample(requests(), OPTIONS))
 

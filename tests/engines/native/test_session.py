@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from noted_calls import note_calls, note_results
 from sample_checks import assert_same_samples
 from torch import nn
 
@@ -31,16 +32,7 @@ def model(build: Callable[..., Any]) -> Any:
 @pytest.fixture
 def runs(monkeypatch) -> list[int]:
     """Number of steps of each run of several."""
-    actual: list[int] = []
-    original = CompiledStep.sample
-
-    def counted(self: CompiledStep, *arguments: Any) -> torch.Tensor:
-        tokens = original(self, *arguments)
-        actual.append(len(tokens))
-        return tokens
-
-    monkeypatch.setattr(CompiledStep, "sample", counted)
-    return actual
+    return note_results(monkeypatch, CompiledStep, "sample", lambda tokens, *_: len(tokens))
 
 
 def requests() -> list[Request]:
@@ -120,9 +112,7 @@ def test_who_comes_is_looked_after_when_it_has_waited_long_enough(model, monkeyp
 
 
 def test_numbers_that_are_none_say_nothing_about_later_weights(model, monkeypatch, caplog):
-    own: list[int] = []
-    original = runner.step_logits
-    monkeypatch.setattr(runner, "step_logits", lambda *arguments: own.append(0) or original(*arguments))
+    own = note_calls(monkeypatch, runner, "step_logits")
     engine, weight = NativeEngine(model), model.model.layers[1].mlp.down_proj.weight
     with torch.no_grad():
         before = weight[3, 5].item()
@@ -146,8 +136,7 @@ def test_norms_that_a_training_pass_left_behind_are_computed_directly(model, run
 
 @pytest.mark.parametrize("change", ["scaling", "sliding_window", "autocast", "dtype"])
 def test_a_model_that_may_compute_something_else_is_looked_at_anew(change: str, model, monkeypatch):
-    engine, probes, original = NativeEngine(model), [], engine_module.last_logits
-    monkeypatch.setattr(engine_module, "last_logits", lambda *args: probes.append(0) or original(*args))
+    engine, probes = NativeEngine(model), note_calls(monkeypatch, engine_module, "last_logits")
 
     def open_session() -> None:
         with engine.session(OPTIONS):

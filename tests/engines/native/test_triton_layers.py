@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from known_decoders import CHANGES, make
+from noted_calls import note_calls
 from sample_checks import assert_same_samples
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -128,19 +129,12 @@ class Steps:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.on_gpu, self.counts = True, {"direct": 0, "own": 0}
+        self.on_gpu = True
         monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
         monkeypatch.setattr(decode_kernels, "_is_on_gpu", lambda tensor: self.on_gpu)
         monkeypatch.setattr(attention_layouts, "decode_kernels_for", lambda *_: None)
-        monkeypatch.setattr(DirectModel, "__call__", self._counted("direct", DirectModel.__call__))
-        monkeypatch.setattr(runner, "step_logits", self._counted("own", runner.step_logits))
-
-    def _counted(self, name: str, function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            self.counts[name] += 1
-            return function(*arguments)
-
-        return call
+        self.direct = note_calls(monkeypatch, DirectModel, "__call__")
+        self.own = note_calls(monkeypatch, runner, "step_logits")
 
 
 def of_groupgrad(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -155,16 +149,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 @pytest.mark.parametrize("family", sorted(CHANGES))
 @pytest.mark.parametrize("adapted", [False, True])
 def test_models_say_the_same(family: str, adapted: bool, steps: Steps, caplog: pytest.LogCaptureFixture) -> None:
-    model = make(family)
-    if adapted:
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-        model = peft.get_peft_model(model, config).eval()
+    model = make(family, adapted=adapted)
     with caplog.at_level(logging.WARNING, logger="groupgrad"):
         native = NativeEngine(model)
         found = native.sample(requests(), OPTIONS)
     assert not of_groupgrad(caplog)
-    assert steps.counts == {"own": 1, "direct": native.statistics.num_steps + 1}, "one step compares both"
+    assert (len(steps.own), len(steps.direct)) == (1, native.statistics.num_steps + 1), "one step compares both"
     steps.on_gpu = False
     assert_same_samples(found, NativeEngine(model).sample(requests(), OPTIONS), absolute=2e-5, relative=0.0)
 
@@ -174,7 +164,7 @@ def test_half_precision(steps: Steps, caplog: pytest.LogCaptureFixture) -> None:
     given = [Request([5, 6, 7], i, 1) for i in range(4)]
     with caplog.at_level(logging.WARNING, logger="groupgrad"):
         found = NativeEngine(model).sample(requests() + given, OPTIONS)
-    assert not of_groupgrad(caplog) and steps.counts["direct"] > 1
+    assert not of_groupgrad(caplog) and len(steps.direct) > 1
     steps.on_gpu = False
     for ours, theirs in zip(found, NativeEngine(model).sample(requests() + given, OPTIONS)):
         assert ours.logprobs is not None and theirs.logprobs is not None
@@ -198,7 +188,7 @@ def test_recorded_steps_take_the_direct_form_after_one_comparison(
         found = native.sample(requests(), OPTIONS)
     assert not of_groupgrad(caplog) and num_recorded > 1
     # Each recording is tried first; the first trial is the comparison's second half.
-    assert steps.counts == {"own": 1, "direct": native.statistics.num_steps + num_recorded + 1}
+    assert (len(steps.own), len(steps.direct)) == (1, native.statistics.num_steps + num_recorded + 1)
     steps.on_gpu = False
     assert [s.ids for s in found] == [s.ids for s in NativeEngine(model).sample(requests(), OPTIONS)]
 
@@ -229,7 +219,7 @@ def test_kernels_that_fail_or_differ_are_not_used(
         monkeypatch.setattr(native, "_recorder", lambda devices: lambda work, owned, trial: (trial(), work)[1])
     found = [native.sample(requests(), OPTIONS) for _ in range(2)]
     (said,) = of_groupgrad(caplog)
-    assert problem in said and steps.counts["direct"] == 1
+    assert problem in said and len(steps.direct) == 1
     steps.on_gpu = False
     expected = [sample.ids for sample in NativeEngine(make("Llama")).sample(requests(), OPTIONS)]
     assert all([sample.ids for sample in samples] == expected for samples in found)
@@ -238,7 +228,7 @@ def test_kernels_that_fail_or_differ_are_not_used(
 def test_models_with_other_layers_keep_their_modules(build: Any, steps: Steps) -> None:
     for name in ("gemma2 (soft caps)", "qwen3-moe"):
         NativeEngine(build(name)).sample(requests(), OPTIONS)
-    assert steps.counts["direct"] == 0
+    assert len(steps.direct) == 0
 
 
 class Launches(TorchDispatchMode):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from known_decoders import direct_form
+from noted_calls import note_calls
 from tiny_vlms import make_image
 from vlm_batches import HYBRID, NAMES, VLMSetup, adapted, concat_media, make_batch, make_vlm_setup
 
@@ -108,13 +109,7 @@ def test_placeholders_may_be_sampled(vlm: VLMSetup, kind: Any):
 
 
 def test_a_prompt_is_computed_once_with_its_images(vlm: VLMSetup, monkeypatch):
-    calls, plain = [], vlm.model.model.get_image_features
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(vlm.model.model, "get_image_features", counted)
+    calls = note_calls(monkeypatch, vlm.model.model, "get_image_features")
     engine = NativeEngine(vlm.model)
     engine.sample(requests(vlm), FREE)
     assert len(calls) == 1
