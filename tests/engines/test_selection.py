@@ -9,8 +9,9 @@ from typing import Any
 
 import peft
 import pytest
-import torch
 import transformers
+from mixed_tokens import mixing
+from noted_calls import note_calls
 
 from groupgrad.engines import selection
 from groupgrad.engines.base import Request, SamplingOptions
@@ -84,16 +85,8 @@ def test_an_adapter_does_not_bring_its_own(build, task_type):
     assert replaces_generate(model)
 
 
-def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, monkeypatch, caplog):
-    model = build("llama")
-    attention = model.model.layers[0].self_attn
-    plain = type(attention).forward
-
-    def forward(hidden_states, *args, **kwargs):
-        mixed = hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
-        return plain(attention, mixed, *args, **kwargs)
-
-    monkeypatch.setattr(attention, "forward", forward)
+def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, caplog):
+    model = mixing(build("llama"))
     with caplog.at_level(logging.WARNING):
         chosen = choose_engine(model, EngineOptions(), OPTIONS)
     assert chosen.name == "transformers"
@@ -155,12 +148,10 @@ def test_a_model_that_padding_on_the_left_disturbs_gets_prompts_of_one_length(en
 
 
 @pytest.mark.parametrize("name", ["mamba (recurrent)", "mamba2 (recurrent)", "qwen3.5 (linear attention)"])
-def test_recurrent_models_that_heed_the_mask_share_a_call(build, name):
+def test_recurrent_models_that_heed_the_mask_share_a_call(build, name, monkeypatch):
     chosen = choose_engine(build(name), EngineOptions(engine="transformers"), OPTIONS)
-    calls: list[int] = []
     model = chosen.engine._model  # pyright: ignore[reportAttributeAccessIssue]
-    plain = model.generate
-    model.generate = lambda ids, **options: calls.append(len(ids)) or plain(ids, **options)
+    calls = note_calls(monkeypatch, model, "generate", lambda ids, **options: len(ids))
     chosen.engine.sample([Request(list(range(3, 3 + n)), seed=n, max_new_tokens=4) for n in (3, 8, 5)], OPTIONS)
     assert calls == [3]
 

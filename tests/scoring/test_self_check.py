@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_tokens import mixing
+from noted_calls import note_calls
 from simulated_cuda import to_cuda
 from transformers import BertConfig, BertLMHeadModel
 
@@ -32,17 +34,9 @@ def test_every_architecture_is_causal_and_gets_its_fastest_layout(any_model):
     assert report.difference < 1e-4
 
 
-def test_a_model_with_unknown_attention_is_run_dense(build, monkeypatch):
+def test_a_model_with_unknown_attention_is_run_dense(build):
     """A layer that mixes neighbouring tokens is right in the dense layout and wrong for packed rows."""
-    model = build("llama")
-    attention = model.model.layers[0].self_attn
-    plain = type(attention).forward
-
-    def forward(hidden_states, *args, **kwargs):
-        mixed = hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
-        return plain(attention, mixed, *args, **kwargs)
-
-    monkeypatch.setattr(attention, "forward", forward)
+    model = mixing(build("llama"))
     report = check_layout(model, ForwardOptions())
     assert (report.layout, report.tiled_head) == ("dense", True)
     assert report.reason is not None
@@ -169,11 +163,8 @@ def test_tf32_has_the_tolerance_of_half_precision_on_a_gpu(build, tf32):
 @pytest.mark.parametrize("temperature", [0.01, 5.0])
 def test_a_temperature_changes_no_layout(build, temperature, monkeypatch):
     """A low one multiplies rounding by its inverse, which is no difference between layouts."""
-    model, seen = build("qwen3"), []
-    plain = startup.score_tokens
-    monkeypatch.setattr(
-        startup, "score_tokens", lambda m, b, options: seen.append(options.temperature) or plain(m, b, options)
-    )
+    model = build("qwen3")
+    seen = note_calls(monkeypatch, startup, "score_tokens", lambda model, batch, options: options.temperature)
     report = check_layout(model, ForwardOptions(temperature=temperature))
     assert set(seen) == {1.0}
     assert report.options(ForwardOptions(temperature=temperature)).temperature == temperature
