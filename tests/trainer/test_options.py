@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from noted_calls import note_calls
 
 ROUND_TRIP = {"generation_batch_size": 16, "max_steps": 2, "learning_rate": 3e-2}
 """Two steps on one generation batch; the second is far off-policy."""
@@ -20,13 +21,7 @@ ROUND_TRIP = {"generation_batch_size": 16, "max_steps": 2, "learning_rate": 3e-2
 def requests(monkeypatch):
     """`requests(trainer)` returns a list that collects the (requests, options) of its engine."""
 
-    def watch(trainer) -> list[tuple[Any, Any]]:
-        seen: list[tuple[Any, Any]] = []
-        sample = trainer.engine.sample
-        monkeypatch.setattr(trainer.engine, "sample", lambda r, o: (seen.append((r, o)), sample(r, o))[1])
-        return seen
-
-    return watch
+    return lambda trainer: note_calls(monkeypatch, trainer.engine, "sample", lambda *given: given)
 
 
 @pytest.fixture
@@ -157,12 +152,6 @@ def test_generation_kwargs_go_to_the_sampler(completions):
     assert all(token < 30 for ids in banned for token in ids)
 
 
-def test_the_temperature_divides_the_scores(train):
-    """On the first step the policy is the sampler, so the logged entropy is that of the tempered distribution."""
-    hot, cold = (train(temperature=value, max_steps=1).state.log_history[0]["entropy"] for value in (1.0, 0.3))
-    assert cold < hot - 0.5
-
-
 def test_max_completion_length(completions):
     for limit in (2, 5):
         seen, trainer = completions(max_completion_length=limit)
@@ -204,13 +193,9 @@ def test_special_tokens_in_prompts(make_trainer, tokenizer, requests, setting, c
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_cache_implementation(completions, make_policy, monkeypatch, kind):
     expected, _ = completions()
-    policy, kinds = make_policy(), []
-    generate = policy.generate
-    monkeypatch.setattr(
-        policy,
-        "generate",
-        lambda *a, **k: (kinds.append(k["generation_config"].cache_implementation), generate(*a, **k))[1],
-    )
+    policy = make_policy()
+    note = lambda *_, generation_config, **__: generation_config.cache_implementation  # noqa: E731
+    kinds = note_calls(monkeypatch, policy, "generate", note)
     assert completions(model=policy, cache_implementation=kind)[0] == expected
     assert set(kinds) == {kind}
 
@@ -308,7 +293,7 @@ def test_epochs_show_every_prompt_once_each(train, tools, recorder):
 # ------------------------------------------------------------------------------------------------ rewards and logs
 
 
-def test_reward_weights_and_scaling(make_trainer):
+def test_reward_weights_and_scaling(make_trainer, monkeypatch):
     """Advantages of groups of four, by hand: 1*[0,0,1,1] + 3*[0,1,0,1] = [0,3,1,4], mean 2, deviation 1.825742."""
 
     def first(completion_ids, **kwargs):
@@ -333,9 +318,7 @@ def test_reward_weights_and_scaling(make_trainer):
             multi_objective_aggregation=aggregation,
             max_steps=1,
         )
-        batches: list[Any] = []
-        note = trainer._log_experience
-        trainer._log_experience = lambda scored, note=note, kept=batches: (kept.append(scored), note(scored))[1]
+        batches = note_calls(monkeypatch, trainer, "_log_experience", lambda scored: scored)
         trainer.train()
         assert batches[0].advantages == pytest.approx(advantages * 2, abs=2e-5)
         assert trainer.state.log_history[0]["reward"] == 2.0
