@@ -12,7 +12,7 @@ import torch
 from base_fixtures import build as build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_checks import assert_same_samples
+from sample_checks import assert_same_samples, drained
 from tiny_hybrids import make_hybrid
 
 from groupgrad.engines.base import BatchEngine, BatchSession, Request, Sample, SamplingOptions, Session
@@ -243,14 +243,12 @@ def test_a_prompt_that_is_stored_is_joined(prompt: list[int], build):
             actual.update(session.advance())
             costs.append(engine.statistics.num_prefilled)
             session.submit(request)
-        while session.num_open:
-            actual.update(session.advance())
+        actual.update(drained(session))
         costs.append(engine.statistics.num_prefilled)
         kept = session.submit(replace(submitted[0], seed=9))
         actual.update(session.advance())
         costs.append(engine.statistics.num_prefilled)
-        while session.num_open:
-            actual.update(session.advance())
+        actual.update(drained(session))
         session.release(1)
         session.submit(submitted[0])
         session.advance()
@@ -283,8 +281,7 @@ def test_what_is_kept_counts_as_memory_until_it_is_released(build):
         submitted = [Request(LONG, 0, 5, keep=True), Request(SHORT, 1, 3, keep=True), Request(SHORT, 2, 4)]
         for request in submitted:
             session.submit(request)
-        while session.num_open:
-            session.advance()
+        drained(session)
         cache = session._scheduler.cache
         assert cache.offloaded_tokens == 4 + 2
         assert engine.statistics.peak_bytes >= (6 + cache.suffixes.capacity + cache.prompts.capacity) * BYTES
@@ -431,10 +428,7 @@ def kept_row(model: Any, **bounds: int) -> Iterator[tuple[Any, list[int]]]:
     """A session with a retained request, ticket 0, and its context."""
     with NativeEngine(model, **bounds).session(ENDLESS) as session:
         session.submit(Request(SHORT, 0, 3, keep=True))
-        actual = []
-        while session.num_open:
-            actual += session.advance()
-        yield session, [*SHORT, *actual[0][1].ids]
+        yield session, [*SHORT, *drained(session)[0].ids]
 
 
 def test_a_continuation_begins_with_what_it_continues(build):
@@ -463,8 +457,7 @@ def test_only_what_is_kept_is_continued_and_once(build, single_steps):
             session.advance()
         with pytest.raises(ValueError, match="continues=0, but nothing is kept"):
             session.submit(Request([*context, 20], 0, 3, continues=0))
-        while session.num_open:
-            session.advance()
+        drained(session)
         with pytest.raises(ValueError, match=f"continues={continuation}, but nothing is kept .* keep=True"):
             session.submit(Request([*context, 20, 3, 3, 3], 0, 3, continues=continuation))
 
@@ -476,8 +469,7 @@ def test_a_turn_that_can_never_fit_is_refused_and_the_session_goes_on(build):
         with pytest.raises(ValueError, match="max_new_tokens=0"):
             session.submit(Request([*context, 20], 0, 0, continues=0))
         session.submit(Request([*context, 20], 0, 6, continues=0))
-        while session.num_open:
-            session.advance()
+        drained(session)
 
 
 def test_a_session_leaves_the_model_as_it_was_and_ends_with_its_block(build):

@@ -11,19 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from sample_checks import assert_scores_are_the_trainers
+from sample_checks import assert_scores_are_the_trainers, requests
 from torch import nn
 from transformers import GenerationConfig
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
 
-PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)
-
-
-def requests(num_rows: int = 12, budget: int = 6, prompts: Any = PROMPTS) -> list[Request]:
-    return [Request(prompts[i % len(prompts)], 1000 + i, budget) for i in range(num_rows)]
 
 
 def sample(model: nn.Module, submitted: Any = None, options: SamplingOptions = OPTIONS, **engine: Any) -> list[Sample]:
@@ -69,25 +64,6 @@ def test_without_chance_the_most_likely_tokens_are_taken(build):
     expected = [greedy(model, r.prompt_ids, 6) for r in requests(4)]
     for changes in ({"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         assert [s.ids for s in sample(model, requests(4), replace(OPTIONS, **changes))] == expected, changes
-
-
-OWN_ATTENTION = ["bloom (alibi)", "falcon", "falcon (alibi)", "gpt-neo (local attention)", "mpt (alibi)"]
-OWN_ATTENTION += ["xglm (own attention)", "recurrent gemma (own recurrence)"]
-
-
-@pytest.mark.parametrize("name", OWN_ATTENTION)
-def test_families_that_the_native_engine_cannot_run(name: str, build):
-    """Prompts of different lengths share a call, so left padding must have no effect; RecurrentGemma's would have one.
-
-    The other families are compared with the native engine, in `native/test_engine.py`.
-    """
-    model, lengths = build(name), {"equal_lengths": name.startswith("recurrent")}
-    sampled = sample(model, requests(4), replace(OPTIONS, extra={"do_sample": False}), **lengths)
-    assert [s.ids for s in sampled] == [greedy(model, r.prompt_ids, 6) for r in requests(4)]
-    options = replace(OPTIONS, temperature=0.7)
-    samples = sample(model, requests(8), options, **lengths)
-    assert {len(s.ids) == len(s.logprobs or []) for s in samples} == {True}
-    assert_scores_are_the_trainers(model, requests(8), samples, options)
 
 
 # ------------------------------------------------------------------------------------------- one stream a row
@@ -234,10 +210,6 @@ def test_every_request_has_its_own_budget(make_model):
     actual = sample(model, submitted, replace(OPTIONS, max_new_tokens=6))
     assert [len(s.ids) for s in actual] == [3, 1, 5, 3, 2]
     assert all(s.finish_reason == "length" for s in actual)
-
-
-def test_nothing_asked_nothing_sampled(build):
-    assert sample(build("qwen3"), []) == []
 
 
 # ------------------------------------------------------------------------------------------- further options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,21 @@ from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.types import Prompt, Rollout
+
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
+
+
+def requests(num_rows: int = 12, budget: int = 6) -> list[Request]:
+    """Rows of prompts of other lengths, in turn."""
+    return [Request(PROMPTS[i % len(PROMPTS)], 1000 + i, budget) for i in range(num_rows)]
+
+
+def drained(session: Any) -> dict[int, Sample]:
+    """The samples of a session's rows that have not ended yet, by ticket."""
+    samples: dict[int, Sample] = {}
+    while session.num_open:
+        samples.update(session.advance())
+    return samples
 
 
 def assert_same_samples(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from real_vllm import OPTIONS, SETTINGS, SIZES, is_greedy, mean_difference, requests, vary
+from sample_checks import drained
 
 from groupgrad.engines.base import Request
 from groupgrad.integrations.vllm.colocate import ColocateOptions, VLLMColocateEngine
@@ -118,8 +119,7 @@ def test_requests_may_come_while_others_are_sampled(engine: VLLMColocateEngine, 
         tickets += [session.submit(row) for row in rows[2:]]
         with pytest.raises(RuntimeError, match="while rows are sampled"):
             engine.push(policy, 1)
-        while session.num_open:
-            samples.update(session.advance())
+        samples.update(drained(session))
     assert [samples[ticket].ids for ticket in tickets] == expected
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import base_fixtures
 import known_decoders
 import pytest
+import sample_checks
 import torch
 from base_fixtures import ARCHITECTURES
-from sample_checks import assert_same_samples, assert_scores_are_the_trainers
+from sample_checks import PROMPTS, assert_same_samples, assert_scores_are_the_trainers
 from torch import nn
 from transformers import GenerationConfig
 
@@ -20,11 +22,13 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.scoring.attention import flat_obstacle
 
-PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=10, eos_ids=(1,), pad_id=0)
+requests = partial(sample_checks.requests, budget=10)
 GREEDY = replace(OPTIONS, extra={"do_sample": False})
 SIZES: dict[str, Any] = {**known_decoders.SIZES, "head_dim": 4}
 WINDOWED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+OWN_ATTENTION = ["bloom (alibi)", "falcon", "falcon (alibi)", "gpt-neo (local attention)", "mpt (alibi)"]
+OWN_ATTENTION += ["xglm (own attention)", "recurrent gemma (own recurrence)"]
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", SIZES),
     "phi3": ("Phi3", {**SIZES, "original_max_position_embeddings": 64}),
@@ -34,10 +38,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", SIZES),
 }
 """Families beside those that all tests share."""
-
-
-def requests(num_rows: int = 12, budget: int = 10) -> list[Request]:
-    return [Request(PROMPTS[i % len(PROMPTS)], 1000 + i, budget) for i in range(num_rows)]
 
 
 def generated(model: nn.Module, request: Request) -> list[int]:
@@ -51,25 +51,26 @@ def generated(model: nn.Module, request: Request) -> list[int]:
 # ------------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.quick("qwen3", "gemma2 (soft caps)", "gpt2", "gpt-oss (experts, sinks)", "falcon (alibi)")
+@pytest.mark.quick("qwen3", "gemma2 (soft caps)", "gpt2", "gpt-oss (experts, sinks)", *OWN_ATTENTION)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *MORE])
 def test_greedy_equals_generate_and_sampling_the_other_engine(name: str, monkeypatch):
     monkeypatch.setattr(base_fixtures, "ARCHITECTURES", {**ARCHITECTURES, **MORE})
     model = base_fixtures.build(name)
+    # Padding on the left changes the states of these two in `generate`, and `choose_engine` finds that out.
+    other = TransformersEngine(model, equal_lengths=name.startswith(("minimax", "recurrent")))
+    engine: Any = NativeEngine(model)
     if flat_obstacle(model) is not None:
         with pytest.raises(ValueError, match="cannot run under an attention layout"):
-            NativeEngine(model).sample(requests(), OPTIONS)
-        return
-    actual = NativeEngine(model).sample(requests(), GREEDY)
+            engine.sample(requests(), OPTIONS)
+        engine = other
+    greedy, options = engine.sample(requests(), GREEDY), replace(OPTIONS, temperature=0.7)
     expected = [generated(model, r) for r in requests(len(PROMPTS))]
-    assert [s.ids for s in actual] == expected * 3
-    assert_scores_are_the_trainers(model, requests(), actual, GREEDY)
-    options = replace(OPTIONS, temperature=0.7)
-    actual = NativeEngine(model).sample(requests(), options)
-    # Padding on the left changes the states of MiniMax in `generate`, and `choose_engine` finds that out.
-    other = TransformersEngine(model, equal_lengths=name.startswith("minimax"))
-    assert_same_samples(actual, other.sample(requests(), options))
+    assert [s.ids for s in greedy] == expected * 3
+    actual = engine.sample(requests(), options)
     assert_scores_are_the_trainers(model, requests(), actual, options)
+    if engine is not other:
+        assert_same_samples(actual, other.sample(requests(), options))
+        assert_scores_are_the_trainers(model, requests(), greedy, GREEDY)
 
 
 def test_adapters_are_sampled_without_merging(build):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from base_fixtures import build_family
 from known_decoders import SIZES, direct_form
-from sample_checks import assert_same_samples
+from sample_checks import assert_same_samples, drained
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
@@ -158,14 +158,12 @@ def test_rows_that_are_continued_have_the_states_behind_their_last_token(name: s
     engine.sample(requests(), OPTIONS)  # the direct form is checked, so that steps run by several
     with engine.session(OPTIONS) as session:
         tickets, ended = [session.submit(request) for request in asked], {}
-        while session.num_open:
-            ended.update(session.advance())
+        ended.update(drained(session))
         turns = [ended[ticket] for ticket in tickets]
         contexts = [request.prompt_ids + turn.ids + reply for request, turn in zip(asked, turns)]
         again = [Request(ids, 50 + i, 9, continues=tickets[i]) for i, ids in enumerate(contexts)]
         second = [session.submit(request) for request in again]
-        while session.num_open:
-            ended.update(session.advance())
+        ended.update(drained(session))
     assert any(turn.finish_reason == "eos" for turn in turns)
     alone = [Request(ids, 50 + i, 9) for i, ids in enumerate(contexts)]
     assert_same_samples([ended[ticket] for ticket in second], by_modules(model, alone), relative=0.0)

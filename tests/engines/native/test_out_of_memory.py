@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample_checks import drained
 from tiny_hybrids import make_hybrid
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -161,9 +162,7 @@ def test_a_bound_that_was_lowered_still_takes_what_the_user_allowed(build, monke
     ):
         for request in REQUESTS:
             session.submit(request)
-        while session.num_open:
-            session.advance()
+        drained(session)
         assert session._cache.max_tokens == 25
         session.submit(Request([5] * 20, seed=1, max_new_tokens=18))
-        while session.num_open:
-            session.advance()
+        drained(session)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from noted_calls import note_calls, note_results
 from peft import LoraConfig, get_peft_model
-from sample_checks import assert_same_samples
+from sample_checks import PROMPTS, assert_same_samples, drained
 from simulated_cuda import GPU, Generator, Graph, SimulatedTensor, Stream, simulated_cuda, to_cuda, with_random_adapters
 from tiny_hybrids import CONFIGS, make_hybrid
 from torch import nn
@@ -25,7 +26,6 @@ from groupgrad.engines.native.logits import cast_bytes
 from groupgrad.engines.native.run_ahead import AHEAD_FRACTION
 from groupgrad.scoring.attention_layout import AttentionCall
 
-PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=70, eos_ids=(1,), pad_id=0)
 
 
@@ -105,9 +105,7 @@ def test_the_host_reads_the_tokens_of_several_steps_at_once(name: str, keep: boo
 
 
 def test_frozen_weights_are_cast_once_and_not_in_each_step(build, gpu, monkeypatch):
-    recorded: list[Graph] = []
-    end = Graph.capture_end
-    monkeypatch.setattr(Graph, "capture_end", lambda graph: (end(graph), recorded.append(graph)))
+    recorded = note_results(monkeypatch, Graph, "capture_end", lambda _, graph: graph)
     inner = long_context(build, "llama")
     inner.requires_grad_(False)
     model = to_cuda(get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"])))
@@ -158,8 +156,7 @@ def test_rows_that_arrive_one_after_the_other_are_recorded_few_times(build, gpu)
             session.submit(Request([5 + i, 6], i, 50))
             session.advance()
             session.advance()
-        while session.num_open:
-            session.advance()
+        drained(session)
     assert Graph.num_recorded <= 14
 
 
@@ -176,14 +173,8 @@ def test_a_ragged_batch_is_recorded_few_times(build, gpu):
 
 def test_prompts_are_not_computed_by_cudnn(build, gpu, monkeypatch):
     """It would build a plan for each length of a prompt."""
-    allowed = []
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def attend_and_note(*tensors: Any, **options: Any) -> Any:
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attend(*tensors, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_and_note)
+    is_allowed = lambda *_, **__: torch.backends.cuda.cudnn_sdp_enabled()  # noqa: E731
+    allowed = note_calls(monkeypatch, torch.nn.functional, "scaled_dot_product_attention", is_allowed)
     assert torch.backends.cuda.cudnn_sdp_enabled()
     NativeEngine(to_cuda(long_context(build, "qwen3"))).sample(requests(4), OPTIONS)
     assert set(allowed) == {False}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sample_checks import assert_same_samples
+from sample_checks import PROMPTS, assert_same_samples, requests
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine, unsupported
@@ -16,12 +16,7 @@ from groupgrad.engines.native.sampling_params import read_options
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 
-PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)
-
-
-def requests(num_rows: int = 12, budget: int = 6) -> list[Request]:
-    return [Request(PROMPTS[i % len(PROMPTS)], 1000 + i, budget) for i in range(num_rows)]
 
 
 def sample(model: Any, submitted: list[Request], tokenizer: Any = None, **changes: Any) -> list[Sample]:

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ragged_rows import assert_same_gradients, gradients
+from sample_checks import drained
 from tiny_hybrids import CONFIGS, make_hybrid
 from transformers import AutoModelForCausalLM
 
@@ -120,9 +121,7 @@ def test_prompts_and_replies_leave_their_states_to_decode_steps(family: str, mon
                 context, last = prompt, None
                 for turn in range(2):
                     ticket = session.submit(Request(context, turn, 8, keep=True, continues=last))
-                    ended: dict[int, Any] = {}
-                    while session.num_open:
-                        ended.update(session.advance())
+                    ended = drained(session)
                     turns.append(ended[ticket].ids)
                     context, last = [*context, *ended[ticket].ids, *reply], ticket
     assert turns[:2] == turns[2:]
