@@ -9,7 +9,6 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from made_once import made_once
+from waiting import free_port
 
 _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
@@ -31,10 +31,8 @@ class ForkedRanks:
 
     def __init__(self, action: Callable[[int], object], folder: Path, num_ranks: int = 2):
         self._folder, self._num_ranks = folder, num_ranks
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self.codes: dict[int, int] = {}
+        port = free_port()
         self.pids = [self._fork(action, rank, port) for rank in range(num_ranks)]
 
     def _fork(self, action: Callable[[int], object], rank: int, port: int) -> int:

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +157,3 @@ def mean_difference(model: Any, rows: list[Request], samples: list[Sample], temp
 def is_greedy(model: Any, row: Request, sample: Sample) -> bool:
     """True if each token is the model's most likely one."""
     return true_logprobs(model, row.prompt_ids, sample.ids).argmax(-1).tolist() == sample.ids
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait until the condition is true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import sys
 import threading
-import time
 import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
@@ -23,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
+from waiting import free_port, until
 
 from groupgrad.integrations.vllm.http import Address
 from groupgrad.integrations.vllm.server import Routes
@@ -201,9 +200,7 @@ class SimulatedServer:
 
     def __init__(self, model: Any, dtype: str = "float32"):
         self._model, self._dtype = model, dtype
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._server: uvicorn.Server | None = None
         self.start()
 
@@ -220,10 +217,7 @@ class SimulatedServer:
         self._server, self._loop = uvicorn.Server(config), None
         self._thread = threading.Thread(target=self._run, args=(self._server,), daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 10.0
-        while not self._server.started:
-            assert time.monotonic() < deadline, "the simulated server did not start"
-            time.sleep(0.005)
+        until(lambda server=self._server: server.started)
 
     def _run(self, server: uvicorn.Server) -> None:
         async def serve() -> None:

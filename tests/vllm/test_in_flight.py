@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from real_vllm import Served, until, vary
+from real_vllm import Served, vary
 from sampling_thread import Sampling
 from vllm_training import LARGE, logged, make_trainer
+from waiting import until
 
 from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
@@ -79,7 +80,7 @@ def test_tokens_before_and_after_a_push_are_of_the_weights_that_they_name(server
     with server.slowed():
         sampling = Sampling(served, rows, OPTIONS)
         for step, num_ended in ((1, 1), (2, 2)):
-            until(lambda num_ended=num_ended: len(sampling.samples) >= num_ended or sampling.error is not None)
+            until(lambda num_ended=num_ended: len(sampling.samples) >= num_ended or sampling.error is not None, 60.0)
             vary(policy, step)
             models.append(copy.deepcopy(policy))
             served.refresh(step, keeps_rows=True)
@@ -109,7 +110,7 @@ def test_rows_that_a_broken_push_has_paused_go_on_with_the_next(server: Served, 
     with server.slowed():
         another = Thread(target=lambda: lines.extend(Stream(server.address, "generate", fields, timeout_s=60.0)))
         another.start()
-        until(lambda: any("ids" in line for line in lines))
+        until(lambda: any("ids" in line for line in lines), 60.0)
         token = call(server.address, "info", timeout_s=30.0)["next_push"]
         body = {"weight_version": "1-dead", "push": token, "tensors": [], "timeout_s": 30.0, "keeps_rows": True}
         call(server.address, "start", body, timeout_s=30.0)
@@ -139,7 +140,7 @@ def test_rows_that_begin_after_a_push_take_nothing_from_rows_before_it(
     rows = [Request(PROMPT, seed=number, max_new_tokens=200 if number else 2) for number in range(8)]
     with server.slowed():
         sampling = Sampling(served, rows, OPTIONS)
-        until(lambda: bool(sampling.samples) or sampling.error is not None)
+        until(lambda: bool(sampling.samples) or sampling.error is not None, 60.0)
         policy.load_state_dict(models[1].state_dict())
         served.refresh(1, keeps_rows=True)
     later = [Request(PROMPT, seed=10 + number, max_new_tokens=4) for number in range(2)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from real_vllm import OPTIONS, Served, is_greedy, mean_difference, requests, true_logprobs, vary
-from vllm_training import free_port
+from waiting import free_port
 
 from groupgrad.engines.base import Request
 from groupgrad.integrations.vllm.client import ServerClient

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from real_vllm import OPTIONS, Served, mean_difference, requests, until, vary
+from real_vllm import OPTIONS, Served, mean_difference, requests, vary
+from sample_checks import drained
+from waiting import until
 
-from groupgrad.engines.base import Sample
 from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout, call
 from groupgrad.integrations.vllm.weight_transport import HttpTransport
 from groupgrad.integrations.vllm.wire import Bucket
@@ -38,17 +39,14 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
     expected = [sample.ids for sample in engine.sample(LONG, OPTIONS)]
     with engine.session(OPTIONS) as session:
         tickets = [session.submit(LONG[0])]
-        samples: dict[int, Sample] = {}
-        while session.num_open:
-            samples.update(session.advance())
+        samples = drained(session)
         freeze(served)
         tickets += [session.submit(row) for row in LONG[1:]]
         session.advance()
         served.kill()
         restart = threading.Timer(1.0, served.start)
         restart.start()
-        while session.num_open:
-            samples.update(session.advance())
+        samples.update(drained(session))
     restart.join()
     assert engine.info["start_id"] != first
     assert [samples[ticket].ids for ticket in tickets] == expected
@@ -105,8 +103,7 @@ def test_a_server_whose_engine_dies_says_so_until_it_ends(served: Served, policy
             served.start()
 
         threading.Thread(target=restart, daemon=True).start()
-        while session.num_open:
-            samples.update(session.advance())
+        samples.update(drained(session))
     assert [samples[t].ids for t in tickets] == [s.ids for s in engine.sample(LONG, OPTIONS)]
     assert call(served.address, "info", timeout_s=10.0)["weight_version"] == engine.weight_version
 

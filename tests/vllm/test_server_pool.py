@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from real_vllm import OPTIONS, START_S, Served, pool_of, requests, until, vary
+from real_vllm import OPTIONS, START_S, Served, pool_of, requests, vary
+from sample_checks import drained
+from waiting import until
 
 from groupgrad.engines.base import Sample
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
@@ -34,8 +36,7 @@ def test_rows_of_servers_that_die_and_hang_go_to_the_third(serve: Callable[..., 
             worker.suspend()
         samples = dict(session.advance())
         servers[0].kill()
-        while session.num_open:
-            samples.update(session.advance())
+        samples.update(drained(session))
     assert ids([samples[ticket] for ticket in tickets]) == expected
     assert [member.cause is None for member in pool.members] == [False, False, True]
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from real_vllm import SETTINGS, Served, until, vary
+from real_vllm import SETTINGS, Served, vary
 from vllm_training import LARGE, logged, make_trainer
+from waiting import until
 
 from groupgrad.integrations.vllm.http import Address
 from groupgrad.integrations.vllm.server_rows import ServerRows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 pytest.importorskip("mcp.client.client", reason="the package mcp is not installed: `make check` installs it")
 
 from example_tools import call_tool
+from waiting import free_port, until
 
 from groupgrad import compat
 from groupgrad.chat import ToolCall
@@ -54,13 +54,6 @@ def ask(workers: Workers, tools: Any, name: str, options: ToolOptions = PATIENT,
 
 def is_alive(pid: str) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def wait_for_end(pid: str) -> None:
-    until = time.monotonic() + 10
-    while is_alive(pid):
-        assert time.monotonic() < until, f"{pid} goes on"
-        time.sleep(0.05)
 
 
 def test_names_descriptions_and_schemas_are_the_servers(shared: Any) -> None:
@@ -123,7 +116,7 @@ def test_a_server_that_hangs_is_replaced(workers: Workers) -> None:
     assert call_tool(workers, tools, ToolCall("hang", {}), HASTY).timed_out
     new = ask(workers, tools, "who_is")
     assert new.isdigit() and new != pid
-    wait_for_end(pid)
+    until(lambda: not is_alive(pid))
 
 
 @pytest.mark.usefixtures("impatient")
@@ -188,7 +181,7 @@ def test_the_server_ends_with_its_tools(workers: Workers) -> None:
     assert is_alive(pid)
     del tools
     gc.collect()
-    wait_for_end(pid)
+    until(lambda: not is_alive(pid))
 
 
 @pytest.mark.slow
@@ -242,19 +235,17 @@ def test_names_that_there_are_not_and_a_package_that_is_missing(monkeypatch: pyt
 
 
 def test_a_server_by_its_address_fails_while_it_is_away(workers: Workers) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}/mcp"
 
     def serve() -> tuple[subprocess.Popen[bytes], Any]:
         process = subprocess.Popen([*COMMAND.split(), "http", str(port)], stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 20
+        deadline = time.monotonic() + 20
         while True:
             try:
                 return process, mcp_tools(address, headers={"Authorization": "Bearer abc"})
             except ConnectionError:
-                assert time.monotonic() < until and process.poll() is None
+                assert time.monotonic() < deadline and process.poll() is None
                 time.sleep(0.1)
 
     process, tools = serve()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from sampling_thread import Sampling
 from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
+from waiting import until
 
 from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
@@ -28,13 +29,6 @@ def servers(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Simula
         for server in servers:
             server.engine.token_s = 0.02
         yield servers
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 def vary(model: Any) -> None:

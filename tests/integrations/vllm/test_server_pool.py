@@ -14,7 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_checks import drained
 from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
+from waiting import until
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.errors import WeightsLost
@@ -119,8 +121,7 @@ def test_the_rows_of_servers_that_die_and_hang_go_to_the_others(
         samples = dict(session.advance())
         hangs.engine.worker.is_hung.set()
         dies.kill()
-        while session.num_open:
-            samples.update(session.advance())
+        samples.update(drained(session))
     assert [samples[ticket] for ticket in tickets] == expected
     assert [member.cause is None for member in pool.members] == [False, False, True]
     assert len(lives.engine.sampled) >= 16
@@ -148,11 +149,7 @@ def test_the_rows_of_servers_that_die_and_hang_go_to_the_others(
 
 def until_back(pool: VLLMServerPool, timeout_s: float = 10.0) -> None:
     """Have sessions look for lost servers until all serve."""
-    deadline = time.monotonic() + timeout_s
-    while len(pool.live) < len(pool.members):
-        assert time.monotonic() < deadline, "lost servers did not come back"
-        pool.sample(ROWS[:1], OPTIONS)
-        time.sleep(0.02)
+    until(lambda: len(pool.live) == len(pool.members) or pool.sample(ROWS[:1], OPTIONS) is None, timeout_s)
 
 
 def test_a_server_that_comes_back_in_the_middle_of_a_generation_batch_samples_again(
@@ -163,16 +160,14 @@ def test_a_server_that_comes_back_in_the_middle_of_a_generation_batch_samples_ag
         first.kill()
         for row in ROWS[:6]:
             session.submit(row)
-        while session.num_open:
-            session.advance()
+        drained(session)
         first.start()
         deadline = time.monotonic() + 10.0
         while not first.engine.sampled:  # turns of an agent, say
             assert time.monotonic() < deadline
             session.submit(ROWS[0])
             session.advance()
-        while session.num_open:
-            session.advance()
+        drained(session)
     assert len(pool.live) == 3
 
 
@@ -210,9 +205,7 @@ def test_when_all_servers_are_gone_one_that_comes_back_gets_all_rows(
             server.kill()
         restart = threading.Timer(0.5, servers[2].start)
         restart.start()
-        samples: dict[int, Sample] = {}
-        while session.num_open:
-            samples.update(session.advance())
+        samples = drained(session)
     restart.join()
     assert [samples[ticket] for ticket in tickets] == expected and sampled(servers)[2] == 24
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from simulated_server import Receiver
+from waiting import free_port
 
 from groupgrad.integrations.vllm import weight_receiver
 from groupgrad.integrations.vllm import weight_transport as transports
@@ -158,16 +159,10 @@ def test_a_bucket_that_the_server_does_not_take_ends_the_group_at_once(monkeypat
 # --- The process group ---
 
 
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def together(trainer: Callable[[Any], Any], worker: Callable[[Any], Any], timeout_s: float = 20.0) -> list[Any]:
     """Result or exception of the trainer and of one worker, each in a thread."""
     results: list[Any] = [None, None]
-    worker_store = open_store("127.0.0.1", free := port(), serves=True, timeout_s=timeout_s)
+    worker_store = open_store("127.0.0.1", free := free_port(), serves=True, timeout_s=timeout_s)
     trainer_store = open_store("127.0.0.1", free, serves=False, timeout_s=timeout_s)
 
     def run(rank: int, store: Any, work: Callable[[Any], Any]) -> None:
@@ -209,7 +204,7 @@ def test_a_receiver_that_nothing_comes_to_gives_up_in_time() -> None:
 def test_workers_wait_a_minute_for_a_trainer_whatever_a_push_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that cannot reach the port takes another way then, and its calls wait for these workers."""
     monkeypatch.setattr(transports, "RENDEZVOUS_S", 0.5)
-    store, started = open_store("127.0.0.1", port(), serves=True, timeout_s=1.0), time.monotonic()
+    store, started = open_store("127.0.0.1", free_port(), serves=True, timeout_s=1.0), time.monotonic()
     with pytest.raises(GroupBroken, match="rank 1 of 2 met nobody over gloo"):
         WeightGroup("gloo", store, 1, 2, timeout_s=30.0)
     assert time.monotonic() - started < 10.0
@@ -224,7 +219,7 @@ def test_a_port_that_is_taken_or_that_nobody_opens_is_named() -> None:
         with pytest.raises(GroupBroken, match=f"port {taken} of 127.0.0.1.* cannot be opened.*set vllm_group_port"):
             open_store("127.0.0.1", taken, serves=True, timeout_s=1.0)
     with pytest.raises(GroupBroken, match="was not reached"):
-        open_store("127.0.0.1", port(), serves=False, timeout_s=1.0)
+        open_store("127.0.0.1", free_port(), serves=False, timeout_s=1.0)
 
 
 def test_a_broken_nccl_group_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
