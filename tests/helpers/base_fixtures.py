@@ -29,17 +29,32 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A character tokenizer with a chat template: ids 0 pad, 1 eos, 2 bos, then one a character."""
+def character_tokenizer(*extra: str, named: dict[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """A character tokenizer: ids 0 pad, 1 eos, 2 bos, 3 unknown, then the `extra` tokens, then one a character."""
     vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
-    for character in CHARACTERS:
-        vocabulary[character] = len(vocabulary)
+    for token in (*extra, *CHARACTERS):
+        vocabulary.setdefault(token, len(vocabulary))
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = decoders.Fuse()
+    special = named or {}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        extra_special_tokens=special or [token for token in extra if token not in special.values()],
     )
+    rest = [token for token in extra if token not in special.values()]
+    if special and rest:
+        tokenizer.add_special_tokens({"additional_special_tokens": rest}, replace_extra_special_tokens=False)
+    return tokenizer
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A character tokenizer with a chat template."""
+    tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

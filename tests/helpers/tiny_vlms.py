@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 import transformers
+from base_fixtures import character_tokenizer
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"
 NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava_next", "idefics3", "smolvlm")
 """Model types that `build` accepts."""
 HYBRID = "qwen3_5"
@@ -91,29 +89,6 @@ def question(text: str, images: int = 1) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------- processors
 
 
-def make_tokenizer(*extra: str, named: dict[str, str] | None = None) -> PreTrainedTokenizerFast:
-    """A character tokenizer: ids 0 pad, 1 eos, 2 bos, 3 unknown, then the `extra` tokens, then one a character."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
-    for token in (*extra, *CHARACTERS):
-        vocabulary.setdefault(token, len(vocabulary))
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    special = named or {}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<bos>",
-        unk_token="<unk>",
-        extra_special_tokens=special or [token for token in extra if token not in special.values()],
-    )
-    rest = [token for token in extra if token not in special.values()]
-    if special and rest:
-        tokenizer.add_special_tokens({"additional_special_tokens": rest}, replace_extra_special_tokens=False)
-    return tokenizer
-
-
 def chat_template(placeholder: str, *, tools: bool = True) -> str:
     """A template whose messages are `<role>content\\n`, with `placeholder` for each image, and tool calls as JSON."""
     shown = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}\n{% endif %}" if tools else ""
@@ -174,14 +149,14 @@ def _qwen_processor(base: type, patch_size: int) -> Any:
         temporal_patch_size=2,
         size={"shortest_edge": factor * factor, "longest_edge": 16 * factor * factor},
     )
-    tokenizer = make_tokenizer(*_QWEN_TOKENS)
+    tokenizer = character_tokenizer(*_QWEN_TOKENS)
     template = chat_template(_QWEN_IMAGE)
     return _without_videos(base)(images, tokenizer, _NoVideos(), chat_template=template)
 
 
 def _gemma3_processor() -> Any:
     named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-    tokenizer = make_tokenizer(*named.values(), named=named)
+    tokenizer = character_tokenizer(*named.values(), named=named)
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     template = chat_template("<start_of_image>")
     return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
@@ -196,7 +171,7 @@ def _llava_next_processor() -> Any:
     )
     return transformers.LlavaNextProcessor(
         images,
-        make_tokenizer("<image>"),
+        character_tokenizer("<image>"),
         patch_size=8,
         vision_feature_select_strategy="default",
         chat_template=chat_template("<image>"),
@@ -210,7 +185,7 @@ def _idefics_sizes() -> dict[str, Any]:
 
 def _idefics3_processor() -> Any:
     images = Idefics3ImageProcessorPil(**_idefics_sizes())
-    tokenizer = make_tokenizer(*_IDEFICS_TOKENS)
+    tokenizer = character_tokenizer(*_IDEFICS_TOKENS)
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=chat_template("<image>"))
 
 
@@ -220,7 +195,7 @@ def _smolvlm_processor() -> Any:
     # Only prompts with videos need the package num2words.
     processing_smolvlm.num2words = processing_smolvlm.num2words or str
     images = SmolVLMImageProcessorPil(**_idefics_sizes())
-    tokenizer = make_tokenizer(*_IDEFICS_TOKENS)
+    tokenizer = character_tokenizer(*_IDEFICS_TOKENS)
     made = _without_videos(processing_smolvlm.SmolVLMProcessor)
     return made(images, tokenizer, _NoVideos(), image_seq_len=4, chat_template=chat_template("<image>"))
 

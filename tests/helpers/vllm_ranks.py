@@ -96,11 +96,6 @@ def whole_weights(model: Any) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
 
 
-def relative(first: torch.Tensor, second: torch.Tensor) -> float:
-    """|first - second| / |second| in the Euclidean norm."""
-    return float((first - second).norm() / second.norm())
-
-
 def main(folder: Path, port: int, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if any("deepspeed" in CASES[case] for case in cases):

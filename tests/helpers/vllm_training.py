@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import small_runs
 import torch
 from datasets import Dataset
 from real_vllm import SIZES, requests, true_logprobs
@@ -17,21 +17,13 @@ from groupgrad import GRPOConfig, GRPOTrainer
 LARGE = {**SIZES, "max_position_embeddings": 1024}
 """Room for a prompt that describes a tool."""
 QUICK: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "save_strategy": "no",
+    **small_runs.SETTINGS,
+    "gradient_checkpointing": None,
     "disable_tqdm": True,
-    "logging_steps": 1,
-    "max_steps": 3,
     "per_device_train_batch_size": 8,
-    "num_generations": 4,
     "max_completion_length": 12,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
     "use_vllm": True,
 }
-PROMPTS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz"]
 
 
 class Watch:
@@ -55,7 +47,7 @@ class Watch:
         self.before(len(self.policy_steps))
         if self.trainer is not None:
             self._compare()
-        return [sum(token % 7 for token in ids) / 10 + len(ids) % 3 for ids in completion_ids]
+        return small_runs.letters_reward(list(completion_ids))
 
     def _compare(self) -> None:
         vllm_policy = self.trainer.vllm_policy
@@ -78,7 +70,7 @@ def make_trainer(
         model,
         **{
             "reward_funcs": watch,
-            "train_dataset": Dataset.from_dict({"prompt": PROMPTS}),
+            "train_dataset": Dataset.from_dict({"prompt": small_runs.PROMPTS[:12]}),
             "processing_class": tokenizer,
             **(arguments or {}),
         },
@@ -92,10 +84,3 @@ def make_trainer(
 def logged(trainer: Any, key: str) -> list[float]:
     """The values of a metric, in the order of the log."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,12 +6,8 @@ KIND is `plain`, for data parallelism, or `zero`, for DeepSpeed. Every rank writ
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +15,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
+import simulated_vllm
 
-from groupgrad.engines.native import NativeEngine
 from groupgrad.integrations.vllm import setup as vllm_setup
-from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine, VLLMPolicy
+from groupgrad.integrations.vllm.vllm_policy import Push, VLLMPolicy
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.
@@ -65,15 +61,10 @@ FIRST: list[Any] = []
 """The policy of most cases as it was at first."""
 
 
-class Copy(VLLMEngine):
-    """In place of a `VLLMColocateEngine`: a copy of the first weights, which only a push changes."""
+class Copy(simulated_vllm.Copy):
+    """A copy that reads all shards of what is pushed; the push of step `fails_at` fails halfway."""
 
-    max_model_len = 64
-
-    def __init__(self, model: Any, tokenizer: Any, fails_at: int | None):
-        super().__init__()
-        self.model, self.fails_at = model, fails_at
-        self.inner = NativeEngine(model, tokenizer=tokenizer)
+    fails_at: int | None = None
 
     def _push(self, push: Push) -> str:
         own = dict(self.model.named_parameters())
@@ -82,34 +73,20 @@ class Copy(VLLMEngine):
                 if push.policy_step == self.fails_at and number == 3 and os.environ["RANK"] == "0":
                     raise ConnectionError("the server is gone")
                 own[name].copy_(tensor)
+        self.pushes.append((push.kind, push.policy_step))
         return push.weight_version
-
-    @contextmanager
-    def session(self, options: Any) -> Iterator[Any]:
-        with self.inner.session(options) as session:
-            yield _WithoutEntropies(session)
-
-
-class _WithoutEntropies:
-    def __init__(self, inner: Any):
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def advance(self) -> list[Any]:
-        return [(ticket, replace(sample, entropies=None)) for ticket, sample in self._inner.advance()]
 
 
 def serve_copies(fails_at: int | None = None) -> None:
     """Replaces the vLLM engine of trainers by a `Copy`."""
 
     def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
-        own = copy.deepcopy(FIRST[-1])
-        own.generation_config.pad_token_id = own.config.pad_token_id
+        engine = Copy(FIRST[-1], parts.tokenizer)
+        engine.fails_at = fails_at
+        engine.model.generation_config.pad_token_id = engine.model.config.pad_token_id
         sends_adapter = vllm_setup._sends_adapter(config, model, 0, "this engine")
         assert not sends_adapter
-        return VLLMPolicy(Copy(own, parts.tokenizer, fails_at), model)
+        return VLLMPolicy(engine, model)
 
     vllm_setup.serve_policy = start
 

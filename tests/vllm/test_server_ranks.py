@@ -12,7 +12,8 @@ import pytest
 import torch
 from forked_ranks import run_on
 from real_vllm import Served
-from vllm_ranks import CASES, relative, run
+from small_runs import relative
+from vllm_ranks import CASES, run
 
 from groupgrad.integrations.vllm.vllm_policy import policy_step_of
 
