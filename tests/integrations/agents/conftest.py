@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_runs
 from datasets import Dataset
 from scripted_agents import with_tools
 
@@ -25,14 +26,10 @@ def make_programs(
     ) -> tuple[GRPOTrainer, list[Rollout]]:
         settings: dict[str, Any] = {
             "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "report_to": "none",
-            "save_strategy": "no",
             "per_device_train_batch_size": 4,
             "num_generations": 2,
             "max_completion_length": budget,
             "max_steps": 1,
-            "logging_steps": 1,
             "disable_tqdm": True,
             "agent_timeout_s": 60,
         }
@@ -42,7 +39,7 @@ def make_programs(
             agent=agent,
             reward_funcs=reward_funcs,
             response_parser=response_parser,
-            args=GRPOConfig(**settings | config),
+            args=GRPOConfig(**small_runs.SETTINGS | settings | config),
             train_dataset=Dataset.from_list([{"number": n} for n in range(4)]),
         )
         found: list[Rollout] = []
@@ -50,3 +47,15 @@ def make_programs(
         return trainer, found
 
     return make
+
+
+@pytest.fixture
+def play(make_programs: Callable[..., Any]) -> Callable[..., tuple[GRPOTrainer, list[Rollout]]]:
+    """The same after training."""
+
+    def run(agent: Any, **settings: Any) -> tuple[GRPOTrainer, list[Rollout]]:
+        trainer, found = make_programs(agent, **settings)
+        trainer.train()
+        return trainer, found
+
+    return run

@@ -41,7 +41,7 @@ def call_each_time(read: str, ids: list[int]) -> dict[str, Any]:
     return {"content": f"{read}.", "tool_calls": [{"name": "look", "arguments": {"at": len(ids)}}]}
 
 
-def test_a_tool_over_two_turns_is_one_row(make_programs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_over_two_turns_is_one_row(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = threading.Lock()
 
     def solve(row: dict[str, Any], session: Any) -> float:
@@ -60,13 +60,12 @@ def test_a_tool_over_two_turns_is_one_row(make_programs: Any, monkeypatch: pytes
         client.messages.create(**{**ASKED, "messages": messages}, tools=[TOOL])
         return float(row["number"])
 
-    trainer, found = make_programs(solve, response_parser=call_each_time)
-    trainer.train()
+    trainer, found = play(solve, response_parser=call_each_time)
     assert [(len(rollout.turns), len(rollout.branches)) for rollout in found] == [(2, 0)] * 4
     assert trainer.state.log_history[0]["sampling/logp_mismatch"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_runner_of_tools_makes_one_row(make_programs: Any) -> None:
+def test_the_runner_of_tools_makes_one_row(play: Any) -> None:
     places: list[int] = []
 
     async def solve(row: dict[str, Any], session: Any) -> float:
@@ -87,8 +86,7 @@ def test_the_runner_of_tools_makes_one_row(make_programs: Any) -> None:
             assert message.stop_reason == "tool_use" and message.content[-1].name == "look"
         return float(row["number"])
 
-    trainer, found = make_programs(solve, response_parser=call_each_time)
-    trainer.train()
+    _, found = play(solve, response_parser=call_each_time)
     assert [(len(rollout.turns), len(rollout.branches)) for rollout in found] == [(3, 0)] * 4
     assert len(places) >= 8
 

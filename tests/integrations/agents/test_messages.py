@@ -292,7 +292,7 @@ def ask(session: Any, *messages: dict[str, Any], **options: Any) -> list[dict[st
     return json.loads(found)["content"]
 
 
-def test_a_tool_over_two_turns_is_one_row_that_openais_form_continues(make_programs: Any) -> None:
+def test_a_tool_over_two_turns_is_one_row_that_openais_form_continues(play: Any) -> None:
     def solve(row: dict[str, Any], session: Any) -> float:
         first = ask(session, user("a"), tools=[TOOL], system="7")
         answered = [user("a"), {"role": "assistant", "content": first}, user([result(first[1]["id"], "7"), text("b")])]
@@ -314,8 +314,7 @@ def test_a_tool_over_two_turns_is_one_row_that_openais_form_continues(make_progr
         )
         return float(row["number"])
 
-    trainer, found = make_programs(solve, response_parser=call_each_time)
-    trainer.train()
+    trainer, found = play(solve, response_parser=call_each_time)
     assert [(len(rollout.turns), len(rollout.branches)) for rollout in found] == [(3, 0)] * 4
     assert all(rollout.finish_reason == "eos" for rollout in found)
     log = trainer.state.log_history[0]
@@ -323,7 +322,7 @@ def test_a_tool_over_two_turns_is_one_row_that_openais_form_continues(make_progr
 
 
 @pytest.mark.parametrize("change", ["text", "arguments", "reply"])
-def test_an_answer_that_is_rewritten_begins_a_branch(change: str, make_programs: Any) -> None:
+def test_an_answer_that_is_rewritten_begins_a_branch(change: str, play: Any) -> None:
     def solve(row: dict[str, Any], session: Any) -> float:
         first = ask(session, user("a"), tools=[TOOL])
         call = first[1]["id"]
@@ -338,12 +337,11 @@ def test_an_answer_that_is_rewritten_begins_a_branch(change: str, make_programs:
         ask(session, user("a"), said[0], reply, said[1], user([result(second[1]["id"], "7")]), tools=[TOOL])
         return float(row["number"])
 
-    trainer, found = make_programs(solve, response_parser=call_each_time)
-    trainer.train()
+    _, found = play(solve, response_parser=call_each_time)
     assert [(len(rollout.turns), len(rollout.branches)) for rollout in found] == [(3, 1)] * 4
 
 
-def test_a_row_goes_on_whether_thoughts_come_back_or_not(make_programs: Any) -> None:
+def test_a_row_goes_on_whether_thoughts_come_back_or_not(play: Any) -> None:
     def solve(row: dict[str, Any], session: Any) -> float:
         first = ask(session, user("a"), tools=[TOOL], thinking={"type": "adaptive"})
         assert [block["type"] for block in first] == ["thinking", "text", "tool_use"]
@@ -354,13 +352,12 @@ def test_a_row_goes_on_whether_thoughts_come_back_or_not(make_programs: Any) -> 
     def thinking(read: str, ids: list[int]) -> dict[str, Any]:
         return {**call_each_time(read, ids), "reasoning_content": "hm"}
 
-    trainer, found = make_programs(solve, response_parser=thinking, per_device_train_batch_size=8)
-    trainer.train()
+    _, found = play(solve, response_parser=thinking, per_device_train_batch_size=8)
     assert {rollout.prompt.row["number"] % 2 for rollout in found} == {0, 1}
     assert [(len(rollout.turns), len(rollout.branches)) for rollout in found] == [(2, 0)] * 8
 
 
-def test_a_stop_text_is_named(make_programs: Any) -> None:
+def test_a_stop_text_is_named(play: Any) -> None:
     stops = list("0123456789+=")
     heard: list[dict[str, Any]] = []
 
@@ -369,7 +366,7 @@ def test_a_stop_text_is_named(make_programs: Any) -> None:
         heard.append(json.loads(send(f"{session.base_url}/messages", body, x_api_key=session.api_key)[1]))
         return float(row["number"])
 
-    make_programs(solve)[0].train()
+    play(solve)
     cut = [found for found in heard if found["stop_reason"] == "stop_sequence"]
     assert cut and all(found["stop_sequence"] in stops for found in cut)
     assert not any(set(found["content"][0]["text"]) & set(stops) for found in cut)

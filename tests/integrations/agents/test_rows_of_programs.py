@@ -109,13 +109,10 @@ class Wanderer:
         return float(len(messages))
 
 
-def test_random_programs_have_exact_rows(make_programs: Any) -> None:
+def test_random_programs_have_exact_rows(play: Any) -> None:
     agent = Wanderer()
-    trainer, found = make_programs(agent, per_device_train_batch_size=8, num_generations=4, seed=3)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    trainer.train()
+    trainer, found = play(agent, per_device_train_batch_size=8, num_generations=4, seed=3, learning_rate=0.0)
     assert len(found) == 8 and sum(len(rollout.branches) for rollout in found) > 8
-    trainer.model.load_state_dict(before)
     tokenizer = trainer.processing_class
     asked = sorted(len(tokens) for session in agent.seen.values() for _, tokens in session)
     assert asked == sorted(end - start for rollout in found for start, end in rollout.turns)
@@ -151,7 +148,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def test_a_plain_function_its_reward_and_the_messages_of_reward_functions(make_programs: Any) -> None:
+def test_a_plain_function_its_reward_and_the_messages_of_reward_functions(play: Any) -> None:
     read: list[Any] = []
 
     def look(completions: Any, prompts: Any, number: Any, **_: Any) -> list[float]:
@@ -163,8 +160,7 @@ def test_a_plain_function_its_reward_and_the_messages_of_reward_functions(make_p
         ask(session, user("a"), first, user("b"), max_tokens=4)
         return float(row["number"])
 
-    trainer, found = make_programs(solve, reward_funcs=look)
-    trainer.train()
+    trainer, found = play(solve, reward_funcs=look)
     log = trainer.state.log_history[0]
     assert log["rewards/look/mean"] == 0.5 and "rewards/solve/mean" in log and log["rollouts/turns"] == 2
     assert log["sampling/logp_mismatch"] == pytest.approx(0.0, abs=1e-6)
@@ -177,7 +173,7 @@ def test_a_plain_function_its_reward_and_the_messages_of_reward_functions(make_p
     assert all(not rollout.branches and len(rollout.turns) == 2 for rollout in found)
 
 
-def test_rewards_by_name_and_by_turn(make_programs: Any) -> None:
+def test_rewards_by_name_and_by_turn(play: Any) -> None:
     def solve(row: dict[str, Any], session: Any) -> dict[str, float]:
         ask(session, user("a"), max_tokens=4)
         session.log_reward(0.25, "early", turn=0)
@@ -187,15 +183,14 @@ def test_rewards_by_name_and_by_turn(make_programs: Any) -> None:
             session.log_reward(1.0, turn=2)
         return {"late": 2.0, "none": None}
 
-    trainer, found = make_programs(solve, advantage_estimator="turn_returns")
-    trainer.train()
+    trainer, found = play(solve, advantage_estimator="turn_returns")
     assert [rollout.environment_rewards for rollout in found] == [{"solve": [0.25, 3.0]}] * 4
     log = trainer.state.log_history[0]
     assert (log["rewards/solve/early"], log["rewards/solve/late"], log["rewards/solve/mean"]) == (0.25, 2.0, 3.25)
     assert [len(rollout.branches) for rollout in found] == [1] * 4
 
 
-def test_tools_stop_texts_and_streams(make_programs: Any, caplog: Any) -> None:
+def test_tools_stop_texts_and_streams(play: Any, caplog: Any) -> None:
     heard: list[Any] = []
 
     def solve(row: dict[str, Any], session: Any) -> float:
@@ -219,10 +214,7 @@ def test_tools_stop_texts_and_streams(make_programs: Any, caplog: Any) -> None:
         assert [model.id for model in session.openai().models.list()] == ["policy"]
         return 1.0
 
-    trainer, found = make_programs(solve)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    trainer.train()
-    trainer.model.load_state_dict(before)
+    trainer, found = play(solve, learning_rate=0.0)
     for rollout in found:
         assert rollout.trace is not None and rollout.trace.num_turns == 6
         assert_exact(trainer.model, rollout)
@@ -242,7 +234,7 @@ def test_tools_stop_texts_and_streams(make_programs: Any, caplog: Any) -> None:
         ({"max_tokens": 0}, "max_tokens=0 is no positive"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], said: str, make_programs: Any) -> None:
+def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], said: str, play: Any) -> None:
     errors: list[str] = []
 
     def solve(row: dict[str, Any], session: Any) -> float:
@@ -252,12 +244,11 @@ def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], said: str, 
         ask(session, user("a"), max_tokens=2)
         return 1.0
 
-    trainer, _ = make_programs(solve)
-    trainer.train()
+    play(solve)
     assert len(errors) == 4 and all(said in error for error in errors)
 
 
-def test_an_image_and_a_foreign_key_are_refused(make_programs: Any) -> None:
+def test_an_image_and_a_foreign_key_are_refused(play: Any) -> None:
     import openai
 
     def solve(row: dict[str, Any], session: Any) -> float:
@@ -273,12 +264,11 @@ def test_an_image_and_a_foreign_key_are_refused(make_programs: Any) -> None:
         )
         return 1.0
 
-    trainer, found = make_programs(solve)
-    trainer.train()
+    _, found = play(solve)
     assert found[0].prompt.row["prompt"] == [user("1\n2")]
 
 
-def test_another_temperature_may_be_sampled_as_the_policy(make_programs: Any, caplog: Any) -> None:
+def test_another_temperature_may_be_sampled_as_the_policy(make_programs: Any, play: Any, caplog: Any) -> None:
     refused: list[Any] = []
 
     def solve(row: dict[str, Any], session: Any) -> float:
@@ -289,15 +279,14 @@ def test_another_temperature_may_be_sampled_as_the_policy(make_programs: Any, ca
             refused.append(error)
         return 1.0
 
-    trainer, found = make_programs(solve, agent_sampling="policy")
-    trainer.train()
+    _, found = play(solve, agent_sampling="policy")
     assert not refused
     assert len(found) == 4 and caplog.text.count("asks for temperature=0") == 1
     with pytest.raises(ConfigError, match="agent_sampling='maybe'"):
         make_programs(solve, agent_sampling="maybe")
 
 
-def test_requests_are_sampled_and_trained_at_their_own_temperatures(make_programs: Any) -> None:
+def test_requests_are_sampled_and_trained_at_their_own_temperatures(play: Any) -> None:
     most_likely: list[tuple[str, str, float]] = []
 
     def solve(row: dict[str, Any], session: Any) -> float:
@@ -316,12 +305,9 @@ def test_requests_are_sampled_and_trained_at_their_own_temperatures(make_program
             ask(session, user("a"), max_tokens=2, temperature=-1)
         return float(row["number"])
 
-    trainer, found = make_programs(solve, agent_sampling="request", advantage_estimator="turn_returns")
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    trainer.train()
+    trainer, found = play(solve, agent_sampling="request", advantage_estimator="turn_returns", learning_rate=0.0)
     # Training scores the tokens at the temperatures at which they were sampled.
     assert trainer.state.log_history[0]["sampling/logp_mismatch"] == pytest.approx(0.0, abs=1e-6)
-    trainer.model.load_state_dict(before)
     assert len(most_likely) == 4 and all(one == two for one, two, _ in most_likely)
     assert [logprob for _, _, logprob in most_likely] == pytest.approx([0.0] * 4, abs=1e-6)
     for rollout in found:
@@ -340,7 +326,7 @@ def test_an_engine_of_one_temperature_is_named(make_programs: Any) -> None:
         make_programs(lambda row, session: 1.0, agent_sampling="request", rollout_engine="transformers")
 
 
-def test_a_budget_that_is_used_up(make_programs: Any) -> None:
+def test_a_budget_that_is_used_up(play: Any) -> None:
     """The program is told as OpenAI's API tells it, and the rollout is truncated, not failed, if that ends it."""
     codes: list[Any] = []
 
@@ -354,8 +340,7 @@ def test_a_budget_that_is_used_up(make_programs: Any) -> None:
                 raise
             messages = [*messages, said, user("b")]
 
-    trainer, found = make_programs(solve, budget=40)
-    trainer.train()
+    _, found = play(solve, budget=40)
     assert codes == ["context_length_exceeded"] * 4
     assert [rollout.finish_reason for rollout in found] == ["length"] * 4
     assert all(len(rollout.completion_ids) <= 40 for rollout in found)
@@ -382,7 +367,7 @@ def test_a_program_that_never_answers_is_named_and_ends_at_its_deadline(make_pro
     assert "agent of row" in caplog.text
 
 
-def test_a_client_that_goes_away_ends_nothing_else(make_programs: Any) -> None:
+def test_a_client_that_goes_away_ends_nothing_else(play: Any) -> None:
     """And another engine, which samples whole batches, answers."""
 
     async def solve(row: dict[str, Any], session: Any) -> float:
@@ -392,20 +377,18 @@ def test_a_client_that_goes_away_ends_nothing_else(make_programs: Any) -> None:
         await session.async_openai().chat.completions.create(model="m", messages=[user("a")], max_tokens=2)
         return 1.0
 
-    trainer, found = make_programs(solve, rollout_engine="transformers")
-    trainer.train()
+    _, found = play(solve, rollout_engine="transformers")
     assert [rollout.finish_reason != "error" for rollout in found] == [True] * 4
 
 
-def test_programs_that_fail_or_return_no_reward(make_programs: Any) -> None:
+def test_programs_that_fail_or_return_no_reward(play: Any) -> None:
     def solve(row: dict[str, Any], session: Any) -> Any:
         if row["number"] == 0:
             raise KeyError("lost")
         ask(session, user("a"), max_tokens=2)
         return "good" if row["number"] == 1 else 1.0
 
-    trainer, found = make_programs(solve, per_device_train_batch_size=8)
-    trainer.train()
+    _, found = play(solve, per_device_train_batch_size=8)
     problems = {rollout.prompt.row["number"]: rollout.trace.problem for rollout in found}
     assert "KeyError: 'lost'" in problems[0] and "the agent returned 'good'" in problems[1] and problems[2] == ""
 
@@ -437,7 +420,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sampled(
         )
 
 
-def test_a_thousand_sessions_are_open_at_once(make_programs: Any) -> None:
+def test_a_thousand_sessions_are_open_at_once(play: Any) -> None:
     most, open_now = 0, 0
 
     async def solve(row: dict[str, Any], session: Any) -> float:
@@ -450,8 +433,7 @@ def test_a_thousand_sessions_are_open_at_once(make_programs: Any) -> None:
         open_now -= 1
         return 1.0
 
-    trainer, found = make_programs(solve, per_device_train_batch_size=1000, num_generations=250, agent_timeout_s=600)
-    trainer.train()
+    _, found = play(solve, per_device_train_batch_size=1000, num_generations=250, agent_timeout_s=600)
     assert most == 1000 and len(found) == 1000 and all(rollout.finish_reason != "error" for rollout in found)
 
 
@@ -517,15 +499,14 @@ def test_metrics_are_those_of_their_own_rollouts(make_programs: Any) -> None:
         source.close()
 
 
-def test_a_first_request_that_is_refused_is_not_the_prompt(make_programs: Any) -> None:
+def test_a_first_request_that_is_refused_is_not_the_prompt(play: Any) -> None:
     def solve(row: dict[str, Any], session: Any) -> float:
         with pytest.raises(APIStatusError, match="4096 positions"):
             ask(session, user("a" * 5000), max_tokens=2)
         ask(session, user("b"), max_tokens=2)
         return 1.0
 
-    trainer, found = make_programs(solve)
-    trainer.train()
+    _, found = play(solve)
     assert [rollout.prompt.row["prompt"] for rollout in found] == [[user("b")]] * 4
     assert [len(rollout.completion) for rollout in found] == [1] * 4
 
