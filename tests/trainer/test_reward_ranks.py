@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import forked_ranks
+from forked_ranks import forked_ranks, on_ranks
 
 TIMEOUT_S = 1.5
 
@@ -97,13 +97,11 @@ def test_a_failure_on_one_rank_ends_both_with_its_name(ranks, tmp_path, case):
     "the rewards of that call",
 )
 def test_both_go_on_where_a_failure_is_no_error(ranks, tmp_path, case):
-    def action(rank: int) -> None:
+    def action(rank: int) -> Any:
         trainer = train(ranks, rank, tmp_path, case, on_reward_failure="none")
-        torch.save((ranks.HELP.weights(trainer.model), trainer.state.log_history), tmp_path / f"ending_{rank}.pt")
+        return ranks.HELP.weights(trainer.model), trainer.state.log_history
 
-    with forked_ranks(action, tmp_path) as both:
-        assert both.wait(60) == [0, 0], both.log(0) + both.log(1)
-    endings = [torch.load(tmp_path / f"ending_{rank}.pt", weights_only=False) for rank in range(2)]
+    endings = on_ranks(action, tmp_path, 2, connect=False)
     assert torch.equal(endings[0][0], endings[1][0])
     steps = [entry for entry in endings[0][1] if "loss" in entry]
     assert [entry[f"rewards/judge/{CASES[case][4]}"] for entry in steps] == [0, 1, 0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import forked_ranks
+from forked_ranks import on_ranks
 
 PARTS = "reward functions see parts of groups: a process samples 6 completions of a generation batch, which "
 CASES: dict[str, dict[str, Any]] = {
@@ -42,13 +42,8 @@ def are_whole(calls: list[list[int]]) -> bool:
 @pytest.mark.quick("in order")
 @pytest.mark.parametrize("case", CASES)
 def test_functions_see_whole_groups_and_training_is_that_of_one_process(ranks, tmp_path, case):
-    def action(rank: int) -> None:
-        torch.save(train(ranks, tmp_path / "two", case), tmp_path / f"ending_{rank}.pt")
-
-    with forked_ranks(action, tmp_path) as both:
-        assert both.wait(120) == [0, 0], both.log(0) + both.log(1)
-        said = [both.log(rank).count(PARTS) for rank in range(2)]
-    endings = [torch.load(tmp_path / f"ending_{rank}.pt", weights_only=False) for rank in range(2)]
+    endings = on_ranks(lambda rank: train(ranks, tmp_path / "two", case), tmp_path, 2, connect=False)
+    said = [(tmp_path / f"rank_{rank}.log").read_text().count(PARTS) for rank in range(2)]
     _, _, alone = train(ranks, tmp_path / "one", case)
     for in_training, in_evaluation, weights in endings:
         assert ranks.HELP.relative(weights, alone) < 1e-5
