@@ -11,6 +11,9 @@ from datasets import Dataset
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.scoring.self_check import random_batch
+
 PROMPTS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz", "A", "BC", "DE", "F"]
 TIMES = ("runtime", "per_second", "step_time", "time/", "tools/wait", "latency_s")
 
@@ -97,6 +100,11 @@ def prompts(count: int = 16) -> Dataset:
 def weights(model: nn.Module) -> torch.Tensor:
     """Concatenates all parameters, as float64."""
     return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
+
+
+def logprobs(model: nn.Module) -> torch.Tensor:
+    """Log-probs of a batch that is equal for models of one vocabulary."""
+    return score_without_gradient(model, random_batch(model), ForwardOptions()).logprobs
 
 
 def relative(first: torch.Tensor, second: torch.Tensor) -> float:

@@ -14,11 +14,10 @@ import peft
 import pytest
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from small_runs import logprobs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from groupgrad.models.weights import checkpoint_weights
-from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
-from groupgrad.scoring.self_check import random_batch
 
 QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 PROMPT: dict[str, Any] = {"num_virtual_tokens": 3}
@@ -85,10 +84,6 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts back CC and CXX: peft's BOFT leaves its choice in the environment where it cannot compile for CUDA."""
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setenv("CXX", "c++")
-
-
-def logprobs(model: Any) -> torch.Tensor:
-    return score_without_gradient(model, random_batch(model), ForwardOptions()).logprobs
 
 
 @pytest.fixture

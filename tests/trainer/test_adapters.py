@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import logprobs
 from transformers import AutoModelForCausalLM
 
 from groupgrad.models.adapters import dora_scales_kept
-from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
-from groupgrad.scoring.self_check import random_batch
 
 peft = pytest.importorskip("peft")
 
@@ -51,10 +50,6 @@ def build(make_trainer, make_policy, tools, tmp_path):
         )
 
     return make
-
-
-def logprobs(model: Any) -> torch.Tensor:
-    return score_without_gradient(model, random_batch(model), ForwardOptions()).logprobs
 
 
 @pytest.mark.quick("LoRA", "experts", "whole head")

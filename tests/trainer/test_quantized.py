@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import logprobs
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from groupgrad.apps.cli import train as train_command
 from groupgrad.apps.cli.parsing import parse
 from groupgrad.models.quantized import is_packed
 from groupgrad.models.weights import checkpoint_weights
-from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
-from groupgrad.scoring.self_check import random_batch
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -69,10 +68,6 @@ def in_full(model: Any, base: Path) -> Any:
                 weight = layers[name].weight
                 module.weight.copy_(weight.data.float() * weight.SCB[:, None] / 127)
     return plain
-
-
-def logprobs(model: Any) -> torch.Tensor:
-    return score_without_gradient(model, random_batch(model), ForwardOptions()).logprobs
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:

@@ -45,6 +45,19 @@ def rewards(tools: Any, step: int, action: Callable[[], None]) -> Callable[..., 
     return reward
 
 
+@pytest.fixture
+def stopped(make_trainer: Any, tools: Any) -> Callable[..., Any]:
+    """`stopped(step, text)`: a trainer that SIGTERM has stopped in the step that follows `step` whole ones."""
+
+    def run(step: int, text: str = "", **settings: Any) -> Any:
+        trainer = make_trainer(reward_funcs=rewards(tools, step, lambda: send("SIGTERM")), **settings)
+        with pytest.raises(Stopped, match=text):
+            trainer.train()
+        return trainer
+
+    return run
+
+
 def checkpoints(trainer: Any) -> list[str]:
     return sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
 
@@ -138,11 +151,8 @@ def test_a_second_interrupt_ends_at_once(make_trainer, monkeypatch, launched):
     "exit code 75, nothing is written",
     "nothing",
 )
-def test_a_signal_in_the_first_step_has_nothing_to_save(make_trainer, tools):
-    trainer = make_trainer(reward_funcs=rewards(tools, 0, lambda: send("SIGTERM")))
-    with pytest.raises(Stopped, match="no step was finished"):
-        trainer.train()
-    assert checkpoints(trainer) == []
+def test_a_signal_in_the_first_step_has_nothing_to_save(stopped):
+    assert checkpoints(stopped(0, "no step was finished")) == []
 
 
 @pytest.mark.fault(
@@ -231,9 +241,9 @@ def test_training_on_another_thread_leaves_the_signals_alone(make_trainer):
     "the checkpoint of the stop stays, beside the best one",
     "the step in progress",
 )
-def test_the_checkpoint_of_a_stop_stays(make_trainer, tools):
-    trainer = make_trainer(
-        reward_funcs=rewards(tools, 2, lambda: send("SIGTERM")),
+def test_the_checkpoint_of_a_stop_stays(stopped, tools):
+    trainer = stopped(
+        2,
         trainer={"eval_dataset": tools.prompts(2)},
         save_strategy="steps",
         save_steps=1,
@@ -242,8 +252,6 @@ def test_the_checkpoint_of_a_stop_stays(make_trainer, tools):
         load_best_model_at_end=True,
         metric_for_best_model="completions/mean_length",
     )
-    with pytest.raises(Stopped):
-        trainer.train()
     assert "checkpoint-2" in checkpoints(trainer)
 
 
@@ -252,13 +260,11 @@ def test_the_checkpoint_of_a_stop_stays(make_trainer, tools):
     "the stopped run's own takes its place",
     "the earlier run's checkpoint of that step",
 )
-def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make_trainer, tools):
-    trainer = make_trainer(reward_funcs=rewards(tools, 1, lambda: send("SIGTERM")), max_steps=2)
-    earlier = Path(trainer.args.output_dir) / "checkpoint-1"
+def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make_trainer, stopped, tmp_path):
+    earlier = tmp_path / "run" / "checkpoint-1"
     earlier.mkdir(parents=True)
     (earlier / "model.safetensors").write_bytes(b"another model")
-    with pytest.raises(Stopped):
-        trainer.train()
+    stopped(1, max_steps=2)
     resumed = make_trainer(max_steps=2)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
@@ -284,15 +290,8 @@ def test_a_stop_in_the_first_step_of_an_epoch_goes_on_as_if_it_had_not_been(make
     assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
 
 
-def test_a_signal_in_the_evaluation_after_the_last_step_stops_the_run(make_trainer, tools):
-    trainer = make_trainer(
-        max_steps=1,
-        reward_funcs=rewards(tools, 1, lambda: send("SIGTERM")),
-        trainer={"eval_dataset": tools.prompts(2)},
-        **EVALUATED,
-    )
-    with pytest.raises(Stopped, match="after step 1 of 1"):
-        trainer.train()
+def test_a_signal_in_the_evaluation_after_the_last_step_stops_the_run(stopped, tools):
+    trainer = stopped(1, "after step 1 of 1", max_steps=1, trainer={"eval_dataset": tools.prompts(2)}, **EVALUATED)
     assert checkpoints(trainer) == ["checkpoint-1"]
 
 
