@@ -10,9 +10,9 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
 from datasets import Dataset
 from scripted_agents import EOS, with_tools
+from small_runs import SETTINGS
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
@@ -75,17 +75,12 @@ def make_trainer(tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Callab
 
     def make(config: dict[str, Any] | None = None, **arguments: Any) -> GRPOTrainer:
         settings = {
+            **{name: value for name, value in SETTINGS.items() if name not in ("learning_rate", "lr_scheduler_type")},
             "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
             "per_device_train_batch_size": 4,
             "num_generations": 2,
             "max_completion_length": 4,
             "max_steps": 1,
-            "logging_steps": 1,
             "disable_tqdm": True,
         }
         defaults: dict[str, Any] = {
@@ -110,17 +105,6 @@ def checksum(completions: list[str], **kwargs: Any) -> list[float]:
 @pytest.fixture(name="checksum")
 def _checksum() -> Callable[..., list[float]]:
     return checksum
-
-
-@pytest.fixture
-def same_weights() -> Callable[[torch.nn.Module, torch.nn.Module], bool]:
-    """True if two models hold the same numbers under the same names."""
-
-    def compare(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-        mine, theirs = one.state_dict(), other.state_dict()
-        return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-    return compare
 
 
 def run_sample(sample: str, **names: Any) -> dict[str, Any]:

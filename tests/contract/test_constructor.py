@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from base_fixtures import SIZES
 from datasets import Dataset, DatasetDict
+from small_runs import weights
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -52,16 +54,7 @@ def rows(number: int = 4, **columns: Any) -> Dataset:
 def judge() -> BertForSequenceClassification:
     """A sequence classifier over the small tokenizer's vocabulary."""
     torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=120,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=128,
-        num_labels=1,
-    )
-    return BertForSequenceClassification(config)
+    return BertForSequenceClassification(BertConfig(**{**SIZES, "vocab_size": 120, "num_labels": 1}))
 
 
 @pytest.fixture
@@ -125,10 +118,7 @@ def test_model_by_directory(kind: type, model_dir: Path, make_trainer: MakeTrain
 def test_model_class_is_that_of_the_checkpoint(tmp_path: Path, make_trainer: MakeTrainer, tokenizer: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=120, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 120})).save_pretrained(tmp_path / "llama")
     tokenizer.save_pretrained(tmp_path / "llama")
     assert type(make_trainer(model=str(tmp_path / "llama")).model) is LlamaForCausalLM
 
@@ -444,16 +434,14 @@ def test_optimizers(model: Any, tokenizer: Any, make_trainer: MakeTrainer) -> No
 # --- saving ---
 
 
-def test_saved_models_and_checkpoints_load_with_the_auto_classes(
-    make_trainer: MakeTrainer, tmp_path: Path, same_weights: Any
-) -> None:
+def test_saved_models_and_checkpoints_load_with_the_auto_classes(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer({"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2})
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     folders = [tmp_path / "saved", *(tmp_path / "run" / f"checkpoint-{step}" for step in (2, 1))]
-    saved, last, first = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
-    assert same_weights(saved, trainer.model) and same_weights(last, trainer.model)
-    assert not same_weights(first, last)
+    saved, last, first = (weights(AutoModelForCausalLM.from_pretrained(folder)) for folder in folders)
+    assert torch.equal(saved, weights(trainer.model)) and torch.equal(last, saved)
+    assert not torch.equal(first, last)
     text = "1+1=<think> \\boxed{2}"
     for folder in folders:
         assert AutoTokenizer.from_pretrained(folder)(text) == trainer.processing_class(text)

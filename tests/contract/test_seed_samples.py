@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from agent_samples import ENVIRONMENT, TOOLS
+from base_fixtures import SIZES
 from datasets import Dataset
 from scripted_agents import call, with_tools
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -492,8 +493,7 @@ def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path
     tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
     tokenizer.save_pretrained(hub / "Qwen/Qwen3-0.6B")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, **sizes)  # pyright: ignore
+    config = Qwen3Config(**{**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": 32768})
     Qwen3ForCausalLM(config).save_pretrained(hub / "Qwen/Qwen3-0.6B")
     trainer = run(ENVIRONMENT.replace("GRPOConfig(", "GRPOConfig(max_steps=1, "))["trainer"]
     assert trainer.state.global_step == 1

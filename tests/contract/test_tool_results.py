@@ -10,32 +10,21 @@ from datasets import Dataset
 from scripted_agents import SEED, PlayingEngine, call, with_tools
 
 STATE: list[tuple[str, int]] = [("a", 1), ("b", 2)]
-RESULTS: dict[str, Any] = {
-    "rows": STATE,
-    "nested": [[1, None], {"x": True}],
-    "blocks": [{"type": "text", "text": "one"}],
-    "empty": [],
-    "text": "plain",
-    "number": 30,
-    "switch": True,
-    "nothing": None,
-    "record": {"t": 21.5, "ok": True},
-    "pair": (1, 2),
-    "long": "x" * 400,
+CASES: dict[str, tuple[Any, str]] = {  # what the tool returns, and what the model reads
+    "rows": (STATE, '[["a", 1], ["b", 2]]'),
+    "nested": ([[1, None], {"x": True}], '[[1, null], {"x": true}]'),
+    "blocks": ([{"type": "text", "text": "one"}], "one"),
+    "empty": ([], "[]"),
+    "text": ("plain", "plain"),
+    "number": (30, "30"),
+    "switch": (True, "true"),
+    "nothing": (None, "null"),
+    "record": ({"t": 21.5, "ok": True}, '{"t": 21.5, "ok": true}'),
+    "pair": ((1, 2), "[1, 2]"),
+    "long": ("x" * 400, "x" * 300 + "\n[cut: 300 characters of 400 shown]"),
 }
-READ = {  # by the model
-    "rows": '[["a", 1], ["b", 2]]',
-    "nested": '[[1, null], {"x": true}]',
-    "blocks": "one",
-    "empty": "[]",
-    "text": "plain",
-    "number": "30",
-    "switch": "true",
-    "nothing": "null",
-    "record": '{"t": 21.5, "ok": true}',
-    "pair": "[1, 2]",
-    "long": "x" * 300 + "\n[cut: 300 characters of 400 shown]",
-}
+RESULTS = {name: result for name, (result, _) in CASES.items()}
+READ = {name: text for name, (_, text) in CASES.items()}
 
 
 def look_up(key: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 from scripted_agents import EOS, PlayingEngine, ask, call, make_agents, user, with_tools
 
 from groupgrad.chat import ChatFormat
-from groupgrad.engines.base import Request, Sample
+from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.rollout.statistics import agent_metrics
 
 
@@ -36,23 +35,21 @@ async def async_add(a: int, b: int) -> int:
     return a + b
 
 
-def rows_of(query: str) -> list[dict[str, Any]]:
-    """Looks rows up.
-
-    Args:
-        query: What to look for.
-    """
-    return [{"name": query, "n": 1}, {"name": "x", "n": None}]
-
-
 def play(
-    tokenizer: Any, script: dict[int, list[str]], tools: Any, data: Any = None, *, size: int = 1, **options: Any
+    tokenizer: Any,
+    script: dict[int, list[str]],
+    tools: Any,
+    data: Any = None,
+    *,
+    size: int = 1,
+    sampling: Any = None,
+    **options: Any,
 ) -> Any:
-    with_tools(tokenizer)
-    engine = PlayingEngine(tokenizer, script)
+    engine = PlayingEngine(with_tools(tokenizer), script)
     agents = make_agents(engine, tokenizer, tools, **options)
+    request = replace(ask(data or {row: user("go") for row in script}, size=size), sampling=sampling or {})
     try:
-        return agents(ask(data or {row: user("go") for row in script}, size=size)), engine
+        return agents(request), engine
     finally:
         agents.close()
 
@@ -109,18 +106,6 @@ def test_a_reply_has_the_version_of_the_token_before_it(tokenizer, monkeypatch):
     assert rollout.policy_version == 3 and rollout.policy_versions == expected
 
 
-def test_calls_of_one_message_are_answered_in_their_order(tokenizer):
-    """An async call between two plain ones stays between them; a list reaches the model as text."""
-    calls = call("multiply", a=2, b=3) + call("async_add", a=2, b=3) + call("rows_of", query="q")
-    (rollout,), engine = play(tokenizer, {0: [calls, "done"]}, [multiply, async_add, rows_of])
-    rows = '[{"name": "q", "n": 1}, {"name": "x", "n": null}]'
-    replies = [(m["name"], m["content"]) for m in rollout.completion if m["role"] == "tool"]
-    assert replies[:2] == [("multiply", "6"), ("async_add", "5")]
-    assert replies[2][0] == "rows_of" and json.loads(replies[2][1]) == json.loads(rows)
-    assert rows in text_of(tokenizer, engine.asked[1].prompt_ids)
-    assert [use.name for use in rollout.trace.tool_uses] == ["multiply", "async_add", "rows_of"]
-
-
 def test_a_group_shares_its_prompt(tokenizer):
     data = {0: user("a"), 1: user("b")}
     rollouts, _ = play(tokenizer, {row: ["ok"] for row in range(4)}, [multiply], data, size=2)
@@ -147,15 +132,10 @@ def test_the_budget_counts_tool_tokens_and_a_reply_that_does_not_fit_is_left_out
 
 def test_a_request_may_change_the_sampling(tokenizer):
     """As an evaluation does: the budget ends the rollout, and the engine gets the options."""
-    with_tools(tokenizer)
-    engine = PlayingEngine(tokenizer, {0: ["a longer answer"]})
-    agents = make_agents(engine, tokenizer, [multiply])
-    request = replace(ask({0: user("go")}), sampling={"max_new_tokens": 5, "temperature": 0.5})
-    (rollout,) = agents(request)
-    agents.close()
+    changes = {"max_new_tokens": 5, "temperature": 0.5}
+    (rollout,), engine = play(tokenizer, {0: ["a longer answer"]}, [multiply], sampling=changes)
     assert (rollout.finish_reason, len(rollout.completion_ids)) == ("length", 5)
-    assert engine.options == replace(agents.sampling, max_new_tokens=5, temperature=0.5)
-    assert engine.options != agents.sampling
+    assert engine.options == SamplingOptions(5, temperature=0.5, eos_ids=(EOS,))
 
 
 def test_the_context_ends_a_rollout(tokenizer):
@@ -280,7 +260,7 @@ def _forget() -> None:
     Counter.made = []
 
 
-def test_an_environment_may_score_each_turn_and_say_its_state(tokenizer):
+def test_an_environment_may_score_each_turn_and_say_its_state(tokenizer, caplog):
     class Scored(Counter):
         def get_reward(self, num_turns: int) -> list[float | None]:
             return [float(self.value), None, float(num_turns)]
@@ -294,7 +274,9 @@ def test_an_environment_may_score_each_turn_and_say_its_state(tokenizer):
     again, _ = play(tokenizer, {0: ["2"]}, [], {0: user("count", start=2)}, environment=Scored, state="value")
     assert again[0].states == rollouts[0].states[1:2], "the same value is the same state, in any rollout"
     assert rollouts[1].environment_rewards == {"Scored": None}
-    assert "returned 3 rewards by turn, but there were 1" in rollouts[1].trace.problem
+    assert rollouts[1].finish_reason == "eos"
+    for text in (rollouts[1].trace.problem, caplog.text):
+        assert "returned 3 rewards by turn, but there were 1" in text
     problems = {"place": "AttributeError: 'Counter' object has no", "add": "is a method, which cannot"}
     for state, problem in problems.items():
         failed, _ = play(tokenizer, script, [], data, environment=Counter, state=state)
@@ -317,22 +299,8 @@ def test_an_environment_for_each_rollout(tokenizer):
     assert all(env.life.count("close") == 1 for env in Counter.made)
 
 
-def test_instances_are_reused_in_the_next_generation_batch_only(tokenizer):
-    with_tools(tokenizer)
-    engine = PlayingEngine(tokenizer, {row: ["ok"] for row in range(3)})
-    agents = make_agents(engine, tokenizer, [], Counter)
-    first = agents(ask({row: user("x") for row in range(3)}))
-    second = agents(ask({row: user("x") for row in range(3)}))
-    agents.close()
-    environments = [{id(r.extra["environments"]) for r in rollouts} for rollouts in (first, second)]
-    assert len(environments[0]) == 3
-    assert environments[0] == environments[1]
-    assert len(Counter.made) == 3
-
-
 def test_environments_of_generation_batches_not_yet_scored_are_not_reset(tokenizer):
-    with_tools(tokenizer)
-    agents = make_agents(PlayingEngine(tokenizer, {}), tokenizer, [], Counter, ahead=1)
+    agents = make_agents(PlayingEngine(with_tools(tokenizer), {}), tokenizer, [], Counter, ahead=1)
 
     def played(number: int, phase: str = "train") -> Counter:
         agents.engine = PlayingEngine(tokenizer, {0: ["ok"]}, phase, number)
@@ -379,39 +347,21 @@ def test_each_rollout_of_a_group_may_begin_in_its_own_way(tokenizer):
     assert all(f"go at {text.rsplit('at ', 1)[1][0]}" in text for text in texts)
 
 
-def test_a_rollout_whose_environment_fails_ends_as_error(tokenizer):
-    script = {row: ["ok"] for row in range(3)}
-    data = {0: user("x"), 1: user("x", start=-1), 2: user("x")}
-    rollouts, _ = play(tokenizer, script, [], data, environment=Counter)
-    assert [r.finish_reason for r in rollouts] == ["eos", "error", "eos"]
+def test_a_rollout_whose_environment_fails_or_hangs_ends_as_error(tokenizer):
+    class Slow(Counter):
+        def reset(self, start: int = 0, **row: Any) -> str:
+            time.sleep(30 if start > 0 else 0)
+            return super().reset(start, **row)
+
+    data = {row: user("x", start=start) for row, start in enumerate((0, -1, 0, 1))}
+    started = time.perf_counter()
+    rollouts, _ = play(tokenizer, {row: ["ok"] for row in data}, [], data, environment=Slow, timeout_s=0.3)
+    assert time.perf_counter() - started < 8
+    assert [r.finish_reason for r in rollouts] == ["eos", "error", "eos", "error"]
     assert rollouts[1].completion_ids == []
     assert not rollouts[1].is_scorable
     assert "cannot start at -1" in rollouts[1].trace.problem
     assert all(env.life[-1] == "close" for env in Counter.made if env.life)
-
-
-def test_a_reset_that_hangs_is_an_error_of_its_rollout(tokenizer):
-    class Slow(Counter):
-        def reset(self, start: int = 0, **row: Any) -> str:
-            time.sleep(30 if start else 0)
-            return super().reset(start, **row)
-
-    data = {0: user("x"), 1: user("x", start=1), 2: user("x")}
-    started = time.perf_counter()
-    rollouts, _ = play(tokenizer, {r: ["ok"] for r in range(3)}, [], data, environment=Slow, timeout_s=0.3)
-    assert time.perf_counter() - started < 8
-    assert [r.finish_reason for r in rollouts] == ["eos", "error", "eos"]
-
-
-def test_a_reward_that_fails_is_none(tokenizer, caplog):
-    class Broken(Counter):
-        def get_reward(self) -> Any:
-            raise ValueError("no reward today")
-
-    rollouts, _ = play(tokenizer, {0: ["ok"]}, [], environment=Broken)
-    assert rollouts[0].environment_rewards == {"Broken": None}
-    assert rollouts[0].finish_reason == "eos"
-    assert "no reward today" in caplog.text
 
 
 def test_rows_choose_their_environment(tokenizer):
@@ -438,16 +388,11 @@ def test_rows_choose_their_environment(tokenizer):
 
 
 def test_a_template_error_fails_only_its_rollout(tokenizer, monkeypatch):
-    with_tools(tokenizer)
-    engine = PlayingEngine(tokenizer, {0: [call("multiply", a=1, b=1), "ok"], 1: ["ok"], 2: ["ok"]})
-    agents = make_agents(engine, tokenizer, [multiply])
-
     def refuse(*arguments: Any) -> list[int]:
         raise ValueError("no such role")
 
-    monkeypatch.setattr(agents.chat, "reply_ids", refuse)
-    rollouts = agents(ask({row: user("go") for row in range(3)}))
-    agents.close()
+    monkeypatch.setattr(ChatFormat, "reply_ids", refuse)
+    rollouts, _ = play(tokenizer, {0: [call("multiply", a=1, b=1), "ok"], 1: ["ok"], 2: ["ok"]}, [multiply])
     assert [r.finish_reason for r in rollouts] == ["error", "eos", "eos"]
     assert "cannot render a tool's reply: ValueError: no such role" in rollouts[0].trace.problem
 

@@ -77,18 +77,28 @@ def test_weights_multiply_the_rewards(play, tokenizer):
     assert experience.mean_reward == 2 * 1.5 + 10 * 1.5
 
 
+def add(step: int) -> int:
+    """Adds.
+
+    Args:
+        step: How much.
+    """
+    return step
+
+
+def rollouts_of_two_turns(tokenizer: Any, *steps: int) -> Any:
+    """A group of rollouts, each of which adds one of these steps, and ends."""
+    script = {row: [call("add", step=step), "end"] for row, step in enumerate(steps)}
+    agents = make_agents(PlayingEngine(with_tools(tokenizer), script), tokenizer, [add])
+    rollouts = agents(ask({0: user("go")}, size=len(steps)))
+    agents.close()
+    return rollouts
+
+
 def test_turns_have_advantages_of_their_own(tokenizer):
     """Two agents add 1 to a counter from 0, one of them twice; each turn's reward is the count that it began with."""
     script = {0: [call("add", step=1), call("add", step=1), "2"], 1: [call("add", step=1), "1"]}
     tools = with_tools(tokenizer)
-
-    def add(step: int) -> int:
-        """Adds.
-
-        Args:
-            step: How much.
-        """
-        return step
 
     def counts(completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
         return [[0.0, 1.0, 4.0], [2.0, 1.0]]
@@ -121,50 +131,21 @@ def test_a_row_whose_advantage_alone_was_changed_is_an_error(tokenizer):
         result = compute_advantages(rewards, [1.0], num_generations, "none", estimator="turn_returns", **more)
         return replace(result, advantages=result.advantages * 2)
 
-    with_tools(tokenizer)
-    agents = make_agents(PlayingEngine(tokenizer, {0: ["a"], 1: ["b"]}), tokenizer, [])
+    agents = make_agents(PlayingEngine(with_tools(tokenizer), {0: ["a"], 1: ["b"]}), tokenizer, [])
     rewards = RewardRunner(lambda completion_ids, **_: [[1.0], [0.0]])
     options = ScoringOptions((1.0,), scale_rewards="none", estimator="turn_returns")
     with pytest.raises(ValueError, match=r"gave row 0 the advantage 1, but the mean .* is 0\.5\. The turns are what"):
         make_collector(agents, rewards, options, advantages=scaled)(ask({0: user("go")}, size=2), trainer_state=None)
     agents.close()
-    rollout = rollout_of_two_turns(tokenizer)
+    (rollout,) = rollouts_of_two_turns(tokenizer, 1)
     table = RewardTable(torch.tensor([[4.0, 2.0, math.nan]]).double(), ["f", "g", "h"])
     table.by_turn[0] = torch.tensor([[1.0, math.nan, 5.0], [2.0, 2.0, 6.0]]).double()
     found = turns_of(rollout, table, 0).rewards.nan_to_num(nan=99.0).tolist()
     assert found == [[1.0, 99.0, 99.0], [3.0, 2.0, 99.0]], "a penalty or bonus of the whole rollout is at its last turn"
 
 
-def rollout_of_two_turns(tokenizer: Any) -> Any:
-    def add(step: int) -> int:
-        """Adds.
-
-        Args:
-            step: How much.
-        """
-        return step
-
-    agents = make_agents(PlayingEngine(tokenizer, {0: [call("add", step=1), "end"]}), tokenizer, [add])
-    (rollout,) = agents(ask({0: user("go")}))
-    agents.close()
-    return rollout
-
-
 def test_states_are_what_was_read_since_the_last_turn(tokenizer):
-    script = {row: [call("add", step=step), "end"] for row, step in enumerate((1, 1, 2))}
-    with_tools(tokenizer)
-
-    def add(step: int) -> int:
-        """Adds.
-
-        Args:
-            step: How much.
-        """
-        return step
-
-    agents = make_agents(PlayingEngine(tokenizer, script), tokenizer, [add])
-    rollouts = agents(ask({0: user("go")}, size=3))
-    agents.close()
+    rollouts = rollouts_of_two_turns(tokenizer, 1, 1, 2)
     table = RewardTable(torch.tensor([[1.0], [2.0], [3.0]]).double(), ["f"])
     turns = [turns_of(rollout, table, row) for row, rollout in enumerate(rollouts)]
     assert [one.rewards.nan_to_num(nan=99.0).tolist() for one in turns] == [[[99.0], [float(n)]] for n in (1, 2, 3)]
