@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ logging_steps: 10
 
 
 @pytest.fixture
-def run_flags(tmp_path: Path, make_model: Any, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Flags of a small run in the working folder, with `FILE` as its settings."""
+def work(tmp_path: Path, make_model: Any, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a small model, data and a reward function, which is the working folder."""
     make_model().save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     rows = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) for a in range(8)]
@@ -28,11 +29,18 @@ def run_flags(tmp_path: Path, make_model: Any, make_tokenizer: Any, monkeypatch:
     (tmp_path / "counts.py").write_text(
         "def count(completions, answer, **kwargs):\n    return [float(len(text)) for text in completions]\n"
     )
-    (tmp_path / "run.yaml").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "counts", raising=False)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+@pytest.fixture
+def run_flags(work: Path) -> list[str]:
+    """Flags of a small run in the working folder, with `FILE` as its settings."""
+    (work / "run.yaml").write_text(FILE)
     return [
-        *("--config", "run.yaml", "--dataset_name", "rows.jsonl", "--model_name_or_path", str(tmp_path / "model")),
+        *("--config", "run.yaml", "--dataset_name", "rows.jsonl", "--model_name_or_path", str(work / "model")),
         *("--reward_funcs", "counts.count", "--output-dir", "out", "--report_to", "none", "--use-cpu"),
     ]

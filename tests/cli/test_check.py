@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +66,22 @@ def judged(ranks: int = 1, **metrics: Any) -> dict[str, Finding]:
     return {finding.topic: finding for finding in round_findings(trainer, done, PLAN, num_steps=1800)}
 
 
+@pytest.fixture
+def checked(run_flags: list[str], tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., Any]:
+    """`checked(*flags, reward=RETURNED)`: the exit code, the words and the topics of a check, perhaps of a reward."""
+
+    def run(*flags: str, reward: str = "") -> tuple[int, str, dict[str, str]]:
+        if reward:
+            (tmp_path / "own_reward.py").write_text(f"def own(completions, answer, **kwargs):\n    {reward}\n")
+            monkeypatch.delitem(sys.modules, "own_reward", raising=False)
+            flags = (*flags, "--reward_funcs", "own_reward.own")
+        code = main(["check", *run_flags, *flags])
+        text = capsys.readouterr().out
+        return code, " ".join(text.split()), topics(text)
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("group_rewards", "text"),
     [
@@ -88,12 +106,9 @@ def test_the_interval_covers_the_true_score_in_95_of_100_rounds() -> None:
         assert covered == pytest.approx(0.95, abs=0.015), number
 
 
-def test_the_groups_of_a_round_are_those_of_its_prompts(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+def test_the_groups_of_a_round_are_those_of_its_prompts(checked: Any) -> None:
     """Each completion gets a number of its prompt, so two groups that differ by d have an interval of 12.706 d."""
-    text = "def number(answer, **kwargs):\n    return [float(text) for text in answer]\n"
-    (tmp_path / "numbers_of_prompts.py").write_text(text)
-    main(["check", *run_flags, "--reward_funcs", "numbers_of_prompts.number", "--reward_weights", "1.0"])
-    shown = " ".join(capsys.readouterr().out.split())
+    _, shown, _ = checked("--reward_weights", "1.0", reward="return [float(text) for text in answer]")
     found = re.search(r"the model before training scores (\S+) to (\S+) \(95 % interval, 2 prompts\)", shown)
     assert found is not None, shown
     difference = (float(found[2]) - float(found[1])) / 12.706
@@ -110,9 +125,8 @@ def test_the_groups_of_a_round_are_those_of_its_prompts(tmp_path: Path, run_flag
         ([], 0),
     ],
 )
-def test_the_time_of_evaluations_is_told(flags: list[str], completions: int, run_flags: list[str], capsys: Any) -> None:
-    main(["check", *run_flags, "--dataset_test_name", "rows.jsonl", *flags])
-    shown = " ".join(capsys.readouterr().out.split())
+def test_the_time_of_evaluations_is_told(flags: list[str], completions: int, checked: Any) -> None:
+    _, shown, _ = checked("--dataset_test_name", "rows.jsonl", *flags)
     pattern = (
         r"and 2 steps [\d.]+ s(?:; (\d+) completions in evaluations take [\d.]+ (?:s|min) more)?(; eval_on.*?)? ok"
     )
@@ -123,24 +137,21 @@ def test_the_time_of_evaluations_is_told(flags: list[str], completions: int, run
     assert (found[2] or "").endswith(offer or "") and bool(found[2]) == bool(offer)
 
 
-def test_a_run_that_truncates_all_completions_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+def test_a_run_that_truncates_all_completions_is_an_error(tmp_path: Path, checked: Any) -> None:
     """The round makes no file in the run's folder, and it uses the run's own limits."""
     weights = (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert main(["check", *run_flags, "--max_completion_length", "1", "--prompts", "1"]) == 1
-    shown = capsys.readouterr().out
-    assert topics(shown)["ended"] == "error" and "all completions were truncated" in re.sub(r"\s+", " ", shown)
-    assert "max_completion_length is 1." in re.sub(r"\s+", " ", shown) and "1 error," in shown
+    code, shown, found = checked("--max_completion_length", "1", "--prompts", "1")
+    assert (code, found["ended"]) == (1, "error") and "all completions were truncated" in shown
+    assert "max_completion_length is 1." in shown and "1 error," in shown
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
 
 
-def test_a_run_that_can_begin(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+def test_a_run_that_can_begin(checked: Any) -> None:
     """The figures are those of the run, with 2 prompts of 4 completions sampled; the log of the round is not shown."""
     flags = ["--max_completion_length", "256", "--gradient_accumulation_steps", "2", "--prompts", "2"]
-    assert main(["check", *run_flags, *flags]) == 0
-    shown = re.sub(r"\s+", " ", text := capsys.readouterr().out)
-    found = topics(text)
-    assert set(found) >= {
+    code, shown, found = checked(*flags)
+    assert code == 0 and set(found) >= {
         "settings",
         "columns",
         "prompts",
@@ -157,38 +168,30 @@ def test_a_run_that_can_begin(tmp_path: Path, run_flags: list[str], capsys: Any)
     assert "is answered by" in shown and "done:" not in shown and "step 1" not in shown
 
 
-def test_a_reward_function_that_fails_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
-    (tmp_path / "failing.py").write_text("def fail(completions, **kwargs):\n    raise OSError('no judge')\n")
-    assert main(["check", *run_flags, "--reward_funcs", "failing.fail"]) == 1
-    assert re.search(r"error +round +it failed with \w+: .*'fail'", capsys.readouterr().out)
+def test_a_reward_function_that_fails_is_an_error(checked: Any) -> None:
+    code, shown, _ = checked(reward="raise OSError('no judge')")
+    assert code == 1 and re.search(r"error round it failed with \w+: .*'own'", shown)
 
 
-def test_reward_functions_that_give_no_number_are_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+def test_reward_functions_that_give_no_number_are_an_error(checked: Any) -> None:
     """The other findings are still there."""
-    (tmp_path / "silent.py").write_text("def judge(completions, **kwargs):\n    return [None] * len(completions)\n")
-    assert main(["check", *run_flags, "--reward_funcs", "silent.judge", "--prompts", "1"]) == 1
-    text = capsys.readouterr().out
-    shown = re.sub(r"\s+", " ", text)
-    assert "error rewards judge gave no number for any completion. Check the columns that the function reads" in shown
-    assert topics(text)["variance"] == "warning" and topics(text)["memory"] == "ok"
+    code, shown, found = checked("--prompts", "1", reward="return [None] * len(completions)")
+    assert "error rewards own gave no number for any completion. Check the columns that the function reads" in shown
+    assert (code, found["variance"], found["memory"]) == (1, "warning", "ok")
 
 
-def test_without_a_round_nothing_is_sampled(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+def test_without_a_round_nothing_is_sampled(checked: Any) -> None:
     """Remarks about the settings are findings; a prompt without room for a completion is one too."""
-    (tmp_path / "failing.py").write_text("def fail(completions, **kwargs):\n    raise OSError('no judge')\n")
-    flags = ["--reward_funcs", "failing.fail", "--no-round", "--max_completion_length", "510", "--sapo_temperature_pos"]
-    assert main(["check", *run_flags, *flags, "2.0"]) == 0
-    text = capsys.readouterr().out
-    found = topics(text)
-    assert found["settings"] == found["prompts"] == "warning" and "round" not in found
-    shown = re.sub(r"\s+", " ", text)
+    flags = ["--no-round", "--max_completion_length", "510", "--sapo_temperature_pos", "2.0"]
+    code, shown, found = checked(*flags, reward="raise OSError('no judge')")
+    assert code == 0 and found["settings"] == found["prompts"] == "warning" and "round" not in found
     assert "100 % of them leave no room for a completion of 510 tokens (max_completion_length)" in shown
     assert "in the context of 512 positions" in shown and "lower max_completion_length, or" in shown
 
 
-def test_a_completion_length_beyond_the_context_is_told_with_both_numbers(run_flags: list[str], capsys: Any) -> None:
-    assert main(["check", *run_flags, "--max_completion_length", "4000", "--prompts", "1"]) in (0, 1)
-    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+def test_a_completion_length_beyond_the_context_is_told_with_both_numbers(checked: Any) -> None:
+    code, text, _ = checked("--max_completion_length", "4000", "--prompts", "1")
+    assert code in (0, 1)
     assert "a completion of 4,000 tokens (max_completion_length) in the context of 512 positions" in text
     assert "Lower max_completion_length below 512, or raise" in text
 
@@ -226,18 +229,17 @@ def test_what_cannot_begin_ends_with_a_sentence(run_flags: list[str], capsys: An
 
 @pytest.mark.parametrize("eos", ["<eos>", "<bos>"])
 def test_conversations_whose_turns_end_with_another_token(
-    eos: str, tmp_path: Path, run_flags: list[str], make_tokenizer: Any, capsys: Any
+    eos: str, tmp_path: Path, checked: Any, make_tokenizer: Any
 ) -> None:
     tokenizer = make_tokenizer()
     tokenizer.eos_token = eos
     turn = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<bos>\n{% endfor %}"
     tokenizer.chat_template = turn + "{% if add_generation_prompt %}<assistant>{% endif %}"
     tokenizer.save_pretrained(tmp_path / "model")
-    assert main(["check", *run_flags, "--conversational", "true", "--no-round"]) == 0
-    text = capsys.readouterr().out
-    assert f"prompts go through the chat template; completions end with '{eos}'" in re.sub(r"\s+", " ", text)
-    assert topics(text)["template"] == ("warning" if eos == "<eos>" else "ok")
-    assert ("ends turns with '<bos>'" in re.sub(r"\s+", " ", text)) == (eos == "<eos>")
+    code, shown, found = checked("--conversational", "true", "--no-round")
+    assert code == 0 and f"prompts go through the chat template; completions end with '{eos}'" in shown
+    assert found["template"] == ("warning" if eos == "<eos>" else "ok")
+    assert ("ends turns with '<bos>'" in shown) == (eos == "<eos>")
 
 
 @pytest.mark.parametrize(
@@ -281,13 +283,11 @@ def test_of_several_accelerators_the_fullest_counts() -> None:
     assert fullest(usages) == (Usage("b g0", True, 42, 20, 80, num_ranks=2), 3)
 
 
-def test_agreement_is_measured_where_no_row_has_a_gradient(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+def test_agreement_is_measured_where_no_row_has_a_gradient(checked: Any) -> None:
     """Training makes no pass for rows of equal rewards, so the round makes one."""
-    (tmp_path / "equal.py").write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
-    assert main(["check", *run_flags, "--reward_funcs", "equal.one", "--max_completion_length", "256"]) == 0
-    text = capsys.readouterr().out
-    assert topics(text)["variance"] == "warning"
-    assert re.search(r"ok +agreement +log-probs of sampler and trainer differ by [\de.-]+ nats at most", text)
+    code, shown, found = checked("--max_completion_length", "256", reward="return [1.0] * len(completions)")
+    assert (code, found["variance"]) == (0, "warning")
+    assert re.search(r"ok agreement log-probs of sampler and trainer differ by [\de.-]+ nats at most", shown)
 
 
 def test_findings_are_printed_in_columns() -> None:

@@ -11,9 +11,19 @@ from groupgrad.kernels import status
 from groupgrad.kernels.compile import cache_folder
 
 
-def test_it_describes_how_a_model_would_run(model_dir, capsys):
-    assert cli.main(["env", "--model", str(model_dir)]) == 0
-    text = capsys.readouterr().out
+@pytest.fixture
+def described(capsys):
+    """`described(folder)`: what the command prints of a model."""
+
+    def described(folder):
+        assert cli.main(["env", "--model", str(folder)]) == 0
+        return capsys.readouterr().out
+
+    return described
+
+
+def test_it_describes_how_a_model_would_run(model_dir, described):
+    text = described(model_dir)
     for name in ("groupgrad", "python", "torch", "transformers", "accelerate", "peft", "platform", "devices", "tools"):
         assert f"\n{name} " in f"\n{text}"
     assert "not available: the chat template shows no tool calls" in text
@@ -25,31 +35,27 @@ def test_it_describes_how_a_model_would_run(model_dir, capsys):
     assert ["kernel", "cache", str(cache_folder())] in [line.split() for line in text.splitlines()]
 
 
-def test_it_describes_the_chat_templates_tool_calls(model_dir, make_tokenizer, capsys):
+def test_it_describes_the_chat_templates_tool_calls(model_dir, make_tokenizer, described):
     with_tools(make_tokenizer()).save_pretrained(model_dir)
-    assert cli.main(["env", "--model", str(model_dir)]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tools")]
+    (line,) = [line for line in described(model_dir).splitlines() if line.startswith("tools")]
     assert "calls as JSON" in line
     assert "turns end with '<eos>'" in line
 
 
-def test_a_vlm_is_tried_on_an_image(tmp_path, capsys):
+def test_a_vlm_is_tried_on_an_image(tmp_path, described):
     built = tiny_vlms.build("gemma3")
     built.model.save_pretrained(tmp_path)
     built.processor.tokenizer.save_pretrained(tmp_path)
-    assert cli.main(["env", "--model", str(tmp_path)]) == 0
-    assert "not tried: there is no processor with a chat template" in capsys.readouterr().out
+    assert "not tried: there is no processor with a chat template" in described(tmp_path)
     built.processor.save_pretrained(tmp_path)
-    assert cli.main(["env", "--model", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
+    text = described(tmp_path)
     assert "seen; a small one is part of a prompt of 47 tokens" in text
     assert "shared layout, output head in tiles (within" in text
 
 
-def test_it_names_unsupported_parts_of_a_model(build, tmp_path, capsys):
+def test_it_names_unsupported_parts_of_a_model(build, tmp_path, described):
     build("xglm (own attention)").save_pretrained(tmp_path)
-    assert cli.main(["env", "--model", str(tmp_path)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "attention interface" in line]
+    lines = [line for line in described(tmp_path).splitlines() if "attention interface" in line]
     assert [line.split("  ")[0] for line in lines] == ["sampled by", "because"]
     assert "transformers engine: its attention does not go through" in lines[0]
 

@@ -38,16 +38,12 @@ SETTINGS = {
 
 
 @pytest.fixture
-def write(tmp_path: Path, make_model: Any, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def write(work: Path, make_model: Any) -> Any:
     """Writes the settings of a small run into a file of the working folder."""
-    make_model(max_position_embeddings=2048).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "counts.py").write_text(
+    make_model(max_position_embeddings=2048).save_pretrained(work / "model")
+    (work / "counts.py").write_text(
         "def count(completions, **kwargs):\n    return [float(len(message[0]['content'])) for message in completions]\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
     def write(name: str = "run.yaml", **changes: Any) -> str:
         content = {"model_name_or_path": "model", **SETTINGS, **changes}

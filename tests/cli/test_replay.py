@@ -28,7 +28,6 @@ dataset_name: rows.jsonl
 reward_funcs: [counts.count]
 output_dir: out
 """
-COUNTS = "def count(completions, answer, **kwargs):\n    return [float(len(text)) for text in completions]\n"
 SCRIPT = """\
 import sys
 
@@ -59,19 +58,11 @@ except Exception:
 
 
 @pytest.fixture
-def work(tmp_path: Path, make_model: Any, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a small model, data and a reward function, which is the working folder."""
-    make_model(initializer_range=0.15).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) for a in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "counts.py").write_text(COUNTS)
-    (tmp_path / "run.yaml").write_text(FILE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "counts", raising=False)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path
+def work(work: Path, make_model: Any) -> Path:
+    """The working folder with a model of larger weights, and `FILE`."""
+    make_model(initializer_range=0.15).save_pretrained(work / "model")
+    (work / "run.yaml").write_text(FILE)
+    return work
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -271,18 +270,10 @@ def test_the_gsm8k_example_builds_a_run(tmp_path):
 
 
 def test_commands(capsys):
-    assert cli.main(["--help"]) == 0
-    assert "train" in capsys.readouterr().out
     assert cli.main([]) == 2
+    assert "train" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.endswith("groupgrad 0.1.0\n")
-    assert cli.main(["trian"]) == 2
-    assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
-
-
-def test_help_does_not_import_torch():
-    code = "import sys; from groupgrad.apps.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+    assert capsys.readouterr().out == "groupgrad 0.1.0\n"
 
 
 def test_errors_of_checkpoints_have_exit_codes(monkeypatch, capsys):

@@ -180,14 +180,11 @@ def test_a_key_that_is_given_is_neither_printed_nor_stored(
     monkeypatch.setenv("VLLM_API_KEY", "of-the-shell")
     assert serve()[1] == "of-the-shell" and serve("--api-key=mine")[1] == "mine"
     assert capsys.readouterr().err == "" and not keys.exists()
-
-
-def test_a_key_that_is_given_makes_the_stored_one_go(
-    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.delenv("VLLM_API_KEY")
     command, _ = serve()
+    assert key_file(port_of(command)).exists()
     monkeypatch.setattr(vllm_serve, "check_port", lambda arguments: ("127.0.0.1", port_of(command)))
-    serve("--api-key", "mine")
+    serve("--api-key", "mine")  # makes the stored one go
     assert not key_file(port_of(command)).exists()
 
 
