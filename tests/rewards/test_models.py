@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import make_scorer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -39,17 +39,22 @@ def make_tokenizer(**special):
     )
 
 
-def make_model(seed=0, **overrides):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        **{"num_labels": 1, "max_position_embeddings": 64, **overrides},
+def make_model(**overrides):
+    return make_scorer(
+        **{
+            "vocab_size": len(WORDS),
+            "max_position_embeddings": 64,
+            "pad_token_id": None,
+            "initializer_range": 0.02,
+            **overrides,
+        }
     )
-    return LlamaForSequenceClassification(config).float()
+
+
+def conversations(make_rollouts, texts=TEXTS, question="the sky"):
+    """Rollouts whose answers to a question are these texts."""
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    return make_rollouts(completions, [{"prompt": [{"role": "user", "content": question}]}] * len(texts))
 
 
 def by_hand(model, ids):
@@ -83,12 +88,10 @@ def test_texts_score_as_one_row_at_a_time(make_rollouts, batch_tokens):
 def test_a_row_that_ends_with_the_padding_token_is_scored_at_its_end(make_rollouts, special, own_pad):
     """The template ends each turn with the end-of-sequence token, which pads too, in the tokenizer or the model."""
     model, tokenizer = make_model(pad_token_id=own_pad), make_tokenizer(**special)
-    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
-    rollouts = make_rollouts(completions, [{"prompt": [{"role": "user", "content": "the sky"}]}] * len(TEXTS))
     runner = RewardRunner(model, tokenizer)
     ids = [tokenizer(f"user the sky <eos> assistant {text} <eos>")["input_ids"] for text in TEXTS]
     expected = [by_hand(model, row) for row in ids]
-    assert runner.score(rollouts).rewards.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+    assert runner.score(conversations(make_rollouts)).rewards.flatten().tolist() == pytest.approx(expected, abs=1e-6)
     early = [by_hand(model, row[:-1]) for row in ids]
     assert min(abs(one - other) for one, other in zip(expected, early)) > 1e-3
     assert model.config.pad_token_id == own_pad
@@ -101,13 +104,11 @@ def test_with_all_ids_in_use_rows_are_padded_with_one_that_ends_none():
     assert scorer._forward(rows) == pytest.approx([by_hand(model, row) for row in rows], abs=1e-6)
 
 
-def test_conversations_go_through_the_template(make_rollouts):
+@pytest.mark.parametrize("content", ["the sky", [{"type": "text", "text": "the "}, {"type": "text", "text": "sky"}]])
+def test_conversations_go_through_the_template(make_rollouts, content):
     model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
-    rollouts = make_rollouts(completions, [{"prompt": [{"role": "user", "content": "the sky"}]}] * len(TEXTS))
-    table = RewardRunner([model], [tokenizer], models=RewardModelOptions(chat_template_kwargs={"shout": True})).score(
-        rollouts
-    )
+    runner = RewardRunner([model], [tokenizer], models=RewardModelOptions(chat_template_kwargs={"shout": True}))
+    table = runner.score(conversations(make_rollouts, question=content))
     ids = [tokenizer(f"user the sky <eos> assistant {text} <eos> very")["input_ids"] for text in TEXTS]
     words = ["user", "the", "sky", "<eos>", "assistant", "is", "blue", "<eos>", "very"]
     assert ids[0] == [WORDS.index(word) for word in words]
@@ -131,20 +132,6 @@ def test_a_completion_cannot_end_its_turn_for_the_reward_model(make_rollouts, is
     )
     ids = [WORDS.index(word) for word in [*before, *answer, *behind]]
     assert table.rewards.item() == pytest.approx(by_hand(model, ids), abs=1e-6)
-
-
-def test_content_blocks_are_read_as_text(make_rollouts):
-    model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
-    blocks = [{"type": "text", "text": "the "}, {"type": "text", "text": "sky"}]
-    scores = [
-        RewardRunner([model], [tokenizer])
-        .score(make_rollouts(completions, [{"prompt": [{"role": "user", "content": content}]}] * len(TEXTS)))
-        .rewards.flatten()
-        .tolist()
-        for content in ("the sky", blocks)
-    ]
-    assert scores[0] == scores[1]
 
 
 def test_a_folder_is_loaded_with_one_label_and_options_of_its_own(make_rollouts, saved):
@@ -242,9 +229,7 @@ def test_the_row_that_a_template_rejects_is_named(make_rollouts):
         "{% for m in messages %}{% if m['content'] == 'green' %}{{ raise_exception('not green') }}{% endif %}"
         "{{ m['content'] }} {% endfor %}"
     )
-    question = {"prompt": [{"role": "user", "content": "the sky"}]}
-    completions = [[{"role": "assistant", "content": text}] for text in ("blue", "green")]
-    rollouts = make_rollouts(completions, [question] * 2)
+    rollouts = conversations(make_rollouts, ["blue", "green"])
     with pytest.raises(
         RewardError, match=r"'LlamaForSequenceClassification' failed at step 4 on row 1 \(prompt 'user: the sky'"
     ) as error:
@@ -270,10 +255,7 @@ def test_a_processors_own_template_goes_first(make_rollouts):
             return " ".join(["very", *(m["content"] for m in messages)])
 
     model = make_model()
-    rollouts = make_rollouts(
-        [[{"role": "assistant", "content": "blue"}]], [{"prompt": [{"role": "user", "content": "sky"}]}]
-    )
-    reward = RewardRunner(model, Processor()).score(rollouts).rewards.item()
+    reward = RewardRunner(model, Processor()).score(conversations(make_rollouts, ["blue"], "sky")).rewards.item()
     assert reward == pytest.approx(by_hand(model, [WORDS.index(word) for word in ("very", "sky", "blue")]), abs=1e-6)
 
 
