@@ -146,17 +146,8 @@ def test_groups_stay_whole_where_advantages_flag_single_rows(tokenizer):
         result = compute_advantages(rewards, [1.0], num_generations)
         return replace(result, zero_std=torch.tensor([True, False, True, True, False, False]))
 
-    rewards, engine = Rewards(), Asked()
-    collector = make_collector(
-        SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0),  # pyright: ignore
-        RewardRunner([rewards]),
-        ScoringOptions((1.0,)),
-        advantages=advantages,
-        dynamic=DynamicSampling(1, DATA, seed=3),
-    )
-    experience = collector(
-        GenerationRequest({g: DATA[g] for g in range(3)}, range(6), 6, 2, "train", 4, 9), trainer_state=None
-    )
+    rewards = Rewards()
+    experience, engine = collect(tokenizer, rewards, 1, advantages=advantages)
     assert [len(call) for call in engine.calls] == [6, 2]
     prompts = [rollout.prompt.row["row"] for rollout in experience.rollouts]
     assert prompts[:2] == [0, 0] and prompts[4:] == [2, 2] and prompts[2:4] == rewards.seen[1]

@@ -96,6 +96,14 @@ def prefetcher(story: Story, ahead: int = 0, **options: bool) -> RolloutPrefetch
     return RolloutPrefetcher(story, Timings(), vllm_policy, ahead=ahead, **options)
 
 
+def begun(ahead: int = 1, *, in_flight: bool = False, **how: Any) -> tuple[Story, RolloutPrefetcher]:
+    """A prefetcher, of which generation batch 0 was requested with those ahead of it; `how` is of the story."""
+    story = Story(**how)
+    sampler = prefetcher(story, ahead=ahead, in_flight=in_flight)
+    sampler(request(0, 0), [request(number, 0) for number in range(1, ahead + 1)])
+    return story, sampler
+
+
 def settle(sampler: RolloutPrefetcher) -> None:
     """Waits until the generation batches begun are sampled."""
     for job in sampler._jobs.values():
@@ -138,9 +146,7 @@ def test_generation_batches_ahead_are_never_older_than_allowed():
 
 def test_weights_are_not_sent_while_rows_are_sampled():
     gate = threading.Event()
-    story = Story(waits_for={2: gate})
-    sampler = prefetcher(story, ahead=2)
-    sampler(request(0, 0), [request(1, 0), request(2, 0)])
+    story, sampler = begun(2, waits_for={2: gate})
     sampler._jobs[1].exception(timeout=10)
     assert sampler(request(1, 1), [request(2, 1), request(3, 1)]) == [(1, 0, 0)]
     assert "refresh 1" not in story.lines, "generation batch 2 is being sampled"
@@ -154,9 +160,7 @@ def test_weights_are_not_sent_while_rows_are_sampled():
 
 def test_weights_are_sent_while_rows_are_sampled_if_these_go_on_with_them():
     gate = threading.Event()
-    story = Story(waits_for={2: gate})
-    sampler = prefetcher(story, ahead=2, in_flight=True)
-    sampler(request(0, 0), [request(1, 0), request(2, 0)])
+    story, sampler = begun(2, in_flight=True, waits_for={2: gate})
     deadline = time.monotonic() + 10
     while "sample train 2 with 0 frozen" not in story.lines:
         assert time.monotonic() < deadline
@@ -171,9 +175,7 @@ def test_weights_are_sent_while_rows_are_sampled_if_these_go_on_with_them():
 
 def test_evaluation_waits_for_batches_ahead_and_uses_the_present_weights():
     gate = threading.Event()
-    story = Story(waits_for={1: gate})
-    sampler = prefetcher(story, ahead=1)
-    sampler(request(0, 0), [request(1, 0)])
+    story, sampler = begun(waits_for={1: gate})
     threading.Timer(0.1, gate.set).start()
     assert sampler(request(0, 1, "eval")) == [(0, 1, 1)]
     assert story.lines[-3:] == ["refresh 1", "sample eval 0 with 1", "sleep"]
@@ -181,9 +183,7 @@ def test_evaluation_waits_for_batches_ahead_and_uses_the_present_weights():
 
 
 def test_a_batch_ahead_whose_weights_were_lost_is_sampled_anew(caplog):
-    story = Story(fails={1: WeightsLost("the server was started again")})
-    sampler = prefetcher(story, ahead=1)
-    sampler(request(0, 0), [request(1, 0)])
+    _, sampler = begun(fails={1: WeightsLost("the server was started again")})
     settle(sampler)
     assert sampler(request(1, 1), [request(2, 1)]) == [(1, 1, 1)]
     assert "generation batch 1 is sampled anew: the server was started again" in caplog.text
@@ -206,17 +206,13 @@ def test_a_batch_sampled_on_request_is_sampled_anew_a_limited_number_of_times(ca
 
 
 def test_any_other_failure_ahead_is_raised_when_its_batch_is_requested():
-    story = Story(fails={1: ValueError("a row does not fit")})
-    sampler = prefetcher(story, ahead=1)
-    sampler(request(0, 0), [request(1, 0)])
+    _, sampler = begun(fails={1: ValueError("a row does not fit")})
     with pytest.raises(ValueError, match="a row does not fit"):
         sampler(request(1, 1))
 
 
 def test_closing_gives_up_what_is_sampled_ahead():
-    story = Story(waits_for={1: threading.Event()})
-    sampler = prefetcher(story, ahead=1)
-    sampler(request(0, 0), [request(1, 0)])
+    story, sampler = begun(waits_for={1: threading.Event()})
     started = time.monotonic()
     sampler.close()
     assert time.monotonic() - started < 5
