@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
@@ -146,6 +148,17 @@ def _rows(
         entropy=numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
         gradient_shares=shares.astype(np.float32),
     )
+
+
+def change_columns(path: Path, columns: dict[str, Any]) -> None:
+    """Gives columns of a file of rollouts other values: a list of all, or those of some rows by their places."""
+    table = pq.read_table(path)
+    for name, values in columns.items():
+        if isinstance(values, dict):
+            values = [values.get(place, value) for place, value in enumerate(table[name].to_pylist())]
+        kind = table.field(name)
+        table = table.set_column(table.column_names.index(name), kind, pa.array(values, kind.type))
+    pq.write_table(table, path)
 
 
 def _with_images(rollout: Rollout) -> Rollout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,10 +13,9 @@ import threading
 from pathlib import Path
 
 import psutil
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from synthetic_run import HOSTILE, write_run
+from synthetic_run import HOSTILE, change_columns, write_run
 
 from groupgrad.apps.cli.main import main
 from groupgrad.apps.runs.followed_files import steps_made
@@ -40,7 +40,6 @@ def test_conversations_are_listed_by_what_was_said(tmp_path):
     """The list shows the question and the answer, not the system prompt or JSON."""
     folder = write_run(tmp_path / "chat", steps=1, rows=2)
     (path,) = (folder / "rollouts").glob("*.parquet")
-    table = pq.read_table(path)
     prompt = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]},
@@ -52,11 +51,8 @@ def test_conversations_are_listed_by_what_was_said(tmp_path):
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "Three.\nOr \\(3\\)."},
     ]
-    changed = {"prompt": json.dumps(prompt), "completion": json.dumps(completion), "is_messages": True}
-    for name, value in changed.items():
-        place = table.column_names.index(name)
-        table = table.set_column(place, name, pa.array([value, table[name][1].as_py()], table[name].type))
-    pq.write_table(table, path)
+    texts = {"prompt": {0: json.dumps(prompt)}, "completion": {0: json.dumps(completion)}}
+    change_columns(path, {**texts, "is_messages": {0: True}})
     run = RunFolder(folder)
     run.refresh()
     first, second = run.find(Selection(), limit=2)[1]
@@ -264,10 +260,8 @@ def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, mo
     held_out = folder / "eval_rollouts"
     (held_out / "eval_all").mkdir()
     for path in (held_out / "eval").iterdir():
-        table = pq.read_table(path)
-        phases = pa.array(["eval_all"] * table.num_rows)
-        table = table.set_column(table.column_names.index("phase"), "phase", phases)
-        pq.write_table(table, held_out / "eval_all" / path.name)
+        copy = Path(shutil.copy(path, held_out / "eval_all"))
+        change_columns(copy, {"phase": ["eval_all"] * 8})
     run.refresh()
     rows = run.find(Selection())[1]  # of a step those of training come first, then one evaluation after the other
     expected = [(3, "train", row) for row in range(16)]
@@ -300,10 +294,7 @@ def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, mo
 )
 def test_rollouts_in_order_of_seconds_show_them(tmp_path, capsys, monkeypatch, seconds, text):
     folder = write_run(tmp_path / "run", steps=1, rows=8)
-    path = folder / "rollouts" / "step_000001.0.parquet"
-    table = pq.read_table(path)
-    place = table.column_names.index("seconds/correct")
-    pq.write_table(table.set_column(place, table.field(place), [[seconds] * 8]), path)
+    change_columns(folder / "rollouts" / "step_000001.0.parquet", {"seconds/correct": [seconds] * 8})
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["rollouts", str(folder), "--sort", "seconds/correct"]) == 0
     printed = capsys.readouterr().out

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pages import NEEDS_BROWSER, served, wait_until
-from synthetic_run import write_run
+from synthetic_run import change_columns, write_run
 
 from groupgrad.apps.cli.main import main
 
@@ -26,12 +25,8 @@ ORDERS = ("", "ascending")
 @pytest.mark.slow
 def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_path, open_page):
     folder, report = write_run(tmp_path / "chat", steps=2, rows=8, tokens=8, turns=2), tmp_path / "report.html"
-    path = folder / "rollouts" / "step_000002.0.parquet"
-    table = pq.read_table(path)
     called = json.dumps([{"role": "assistant", "content": '<tool_call>{"a": "\\\\frac", "b": 11}</tool_call>'}])
-    texts = [called, *table["completion"].to_pylist()[1:]]
-    place = table.column_names.index("completion")
-    pq.write_table(table.set_column(place, table.field("completion"), [texts]), path)
+    change_columns(folder / "rollouts" / "step_000002.0.parquet", {"completion": {0: called}})
     assert main(["view", str(folder), "--export", str(report)]) == 0
     with served(folder) as address:
         listed = []
@@ -78,14 +73,9 @@ def conversation(path: Path) -> None:
     system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is\n2 + 2?"}
     asked = {"role": "assistant", "content": "Add first.", "reasoning_content": "Not five.", **calls}
     last = {"role": "assistant", "content": [{"type": "text", "text": "Four. Straße \u03c3\u03c2 [b]  (c)|"}]}
-    changed = {"prompt": [system, question], "completion": [asked, {"role": "tool", "content": "4"}, last]}
-    table = pq.read_table(path)
-    for name, value in changed.items():
-        texts = [json.dumps(value, ensure_ascii=False), *table[name].to_pylist()[1:]]
-        table = table.set_column(table.column_names.index(name), table.field(name), [texts])
-    is_messages = [True, *[False] * (table.num_rows - 1)]
-    place = table.column_names.index("is_messages")
-    pq.write_table(table.set_column(place, table.field(place), [is_messages]), path)
+    said = {"prompt": [system, question], "completion": [asked, {"role": "tool", "content": "4"}, last]}
+    texts = {name: {0: json.dumps(messages, ensure_ascii=False)} for name, messages in said.items()}
+    change_columns(path, {**texts, "is_messages": {0: True}})
 
 
 @pytest.mark.slow
@@ -131,8 +121,6 @@ def test_a_report_lists_rollouts_in_the_order_of_the_live_page(tmp_path, open_pa
 @pytest.mark.slow
 def test_tool_calls_of_a_rollout_show_their_arguments(tmp_path, open_page):
     folder = write_run(tmp_path / "chat", steps=1, rows=8, tokens=8, turns=2)
-    path = folder / "rollouts" / "step_000001.0.parquet"
-    table = pq.read_table(path)
 
     def turn(num_answers: int, *arguments: Any) -> list[dict[str, Any]]:
         """A turn that calls `search` with each of the arguments, and the answers to its calls."""
@@ -146,11 +134,8 @@ def test_tool_calls_of_a_rollout_show_their_arguments(tmp_path, open_page):
         *turn(2, {"a": 2}),  # one of its two calls could not be read
         *turn(0, '{"a": 3}'),  # its answer had no room
     ]
-    changes = {"completion": json.dumps(turns), "tool_calls": [use] * 5}
-    for name, value in changes.items():
-        values = [*table[name].to_pylist()[:5], value, *table[name].to_pylist()[6:]]
-        table = table.set_column(table.column_names.index(name), table.field(name), [values])
-    pq.write_table(table, path)
+    changes = {"completion": {5: json.dumps(turns)}, "tool_calls": {5: [use] * 5}}
+    change_columns(folder / "rollouts" / "step_000001.0.parquet", changes)
     with served(folder) as address:
         page = open_page(address + "#/rollouts?run=chat&step=1&group=0&row=5")
         page.click("summary:has-text('5 tool calls')")
@@ -179,12 +164,8 @@ def test_each_turn_of_a_rollout_has_its_rewards_and_its_advantage(tmp_path, open
 def test_a_branch_is_marked_and_begins_a_turn(tmp_path, open_page):
     """A branch at the fourth of the first turn's five tokens: three tokens have its advantage, two the next one's."""
     folder = write_run(tmp_path / "run", steps=1, rows=8, tokens=60, turns=2)
-    path = folder / "rollouts" / "step_000001.0.parquet"
-    table = pq.read_table(path)
-    place = table.column_names.index("branches")
-    kind = table.field(place)
-    branches = [[{"start": 3, "context": [7] * 1234}] if row == 5 else [] for row in table["row"].to_pylist()]
-    pq.write_table(table.set_column(place, kind, pa.array(branches, kind.type)), path)
+    branches = {5: [{"start": 3, "context": [7] * 1234}]}
+    change_columns(folder / "rollouts" / "step_000001.0.parquet", {"branches": branches})
     with served(folder) as address:
         page = open_page(address + "#/rollouts?run=run&step=1&group=0&row=5&shade=advantage")
         page.select_option("#shade", "advantage")
@@ -204,12 +185,10 @@ def test_a_short_time_is_not_shown_as_none(tmp_path, open_page):
     """Each row of a group has a time of its own."""
     folder = write_run(tmp_path / "run", steps=1, rows=8, tokens=8, turns=2)
     path = folder / "rollouts" / "step_000001.0.parquet"
-    table, seconds = pq.read_table(path), [*SHORT_TIMES, 1.0, 1.0]
-    (call,) = table["tool_calls"].to_pylist()[5]
+    seconds = [*SHORT_TIMES, 1.0, 1.0]
+    (call,) = pq.read_table(path)["tool_calls"].to_pylist()[5]
     calls = [[{**call, "seconds": number}] for number in seconds]
-    for name, values in {"tool_calls": calls, "seconds/correct": seconds, "wait_s": seconds}.items():
-        table = table.set_column(table.column_names.index(name), table.field(name), [values])
-    pq.write_table(table, path)
+    change_columns(path, {"tool_calls": calls, "seconds/correct": seconds, "wait_s": seconds})
     with served(folder) as address:
         page = open_page(address + "#/rollouts?run=run&step=1&group=0&row=5&sort=seconds/correct&order=ascending")
         for row, text in enumerate(SHORT_TIMES.values()):
