@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from small_runs import SETTINGS
 from transformers import HfArgumentParser
 
 import groupgrad
@@ -66,19 +67,15 @@ def settings(
     make_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     return {
+        **SETTINGS,
         "model_name_or_path": "model",
         "dtype": "bfloat16",
         "dataset_name": rows.name,
         "reward_funcs": ["think_format_reward", "get_soft_overlong_punishment"],
         "output_dir": "out",
-        "use_cpu": True,
-        "bf16": False,
+        "save_strategy": "steps",
         "max_steps": 1,
-        "logging_steps": 1,
         "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "report_to": "none",
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 from datasets import Dataset
+from small_runs import SETTINGS
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
@@ -31,19 +32,16 @@ def slow_reward(completions: list[str], **kwargs: Any) -> list[float]:
 def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[..., GRPOTrainer]:
     def make(reward: Callable[..., Any] = length_reward, **settings: Any) -> GRPOTrainer:
         defaults: dict[str, Any] = {
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
+            **SETTINGS,
             "max_steps": 4,
             "logging_steps": 2,
+            "save_strategy": "steps",
             "save_steps": 2,
             "eval_strategy": "steps",
             "eval_steps": 2,
             "per_device_train_batch_size": 4,
             "per_device_eval_batch_size": 2,
             "num_generations": 2,
-            "max_completion_length": 4,
-            "gradient_checkpointing": False,
         }
         config = GRPOConfig(str(tmp_path / "run"), **{**defaults, **settings})
         data = Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)])

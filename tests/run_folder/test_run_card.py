@@ -6,12 +6,12 @@ import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from groupgrad.run_folder.run_card import write_run_card
 
@@ -81,15 +81,13 @@ def test_only_the_folder_is_required(tmp_path):
 
 
 @pytest.mark.parametrize("adapter", ["lora", "ia3"])
-def test_an_adapter_is_tagged_by_its_type(adapter: str, tmp_path: Path):
+def test_an_adapter_is_tagged_by_its_type(adapter: str, tmp_path: Path, make_model: Any):
     peft = pytest.importorskip("peft")
     adapters = {
         "lora": peft.LoraConfig(target_modules=["q_proj"]),
         "ia3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
     }
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    base = Qwen3ForCausalLM(Qwen3Config(vocab_size=20, num_key_value_heads=1, head_dim=8, **sizes))
-    model = peft.get_peft_model(base, adapters[adapter])
+    model = peft.get_peft_model(make_model(), adapters[adapter])
     text = write_run_card(SimpleNamespace(output_dir=tmp_path), model)
     header = yaml.safe_load(text.split("---")[1])
     assert header["library_name"] == "peft"
