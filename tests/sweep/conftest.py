@@ -5,53 +5,40 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
+from small_runs import EOS, PROMPTS, SETTINGS, letters_reward, without_times
 
 from groupgrad import GRPOConfig, GRPOTrainer, Sweep
+from groupgrad.apps.cli import main as cli
+from groupgrad.apps.sweep.store import Store
 from groupgrad.run_folder.run_files import read_lines
-
-WORDS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz", "A", "BC", "DE", "F"]
-TIMES = ("runtime", "per_second", "step_time", "time/", "latency_s")
 
 REWARD = """
 def letters(completion_ids, **kwargs):
     return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
 """
 
-BASE: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "max_steps": 6,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 6,
-    "learning_rate": 1e-2,
-}
+BASE = {**SETTINGS, "max_steps": 6, "per_device_train_batch_size": 8, "lr_scheduler_type": "linear"}
 HALVING = {"first": 0.34}
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def letters_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Reward that depends on the tokens alone and differs within most groups."""
-    return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
 
 
 def equal_files(first: Path, second: Path, name: str = "model.safetensors") -> bool:
@@ -63,17 +50,42 @@ def equal_files(first: Path, second: Path, name: str = "model.safetensors") -> b
 def logs(path: Path) -> list[dict[str, Any]]:
     """The metrics of a run folder without measured times and without the summary of the end."""
     rows = [row for row in read_lines(path / "metrics.jsonl") if "train_runtime" not in row]
-    return [{k: v for k, v in row.items() if k != "time" and not any(t in k for t in TIMES)} for row in rows]
+    return without_times([{key: value for key, value in row.items() if key != "time"} for row in rows])
+
+
+def assert_same(first: Path, second: Path, name: str = "model.safetensors") -> None:
+    """Two folders hold the same weights and the same metrics."""
+    assert equal_files(first, second, name)
+    assert logs(first) == logs(second)
+
+
+def assert_arms_equal_runs_alone() -> None:
+    """Each arm of the sweep `out` is what `groupgrad train` makes of its file."""
+    for arm in Store("out").arms():
+        assert (arm.state, arm.step) == ("done", 6)
+        folder, alone = Path("out/arms") / arm.name, Path("alone") / arm.name
+        assert cli.main(["train", "--config", str(folder / "run.yaml"), "--output_dir", str(alone)]) == 0
+        assert_same(folder, alone)
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], num_steps: int) -> list[psutil.Process]:
+    """Waits until the arms have made so many steps; the processes that the sweep has started."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if Path("out/sweep.sqlite").is_file() and sum(arm.step for arm in Store("out").arms()) >= num_steps:
+            return psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.05)
+    raise AssertionError(f"the sweep has not made {num_steps} steps (exit code {process.poll()})")
 
 
 def trainer_arguments(make_model: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
     """Arguments of a trainer, whose model ends a fifth of its completions at each token."""
     model = make_model(0, initializer_range=0.15)
-    model.generation_config.eos_token_id = [1, *range(4, 24)]
+    model.generation_config.eos_token_id = EOS
     return {
         "model": model,
         "reward_funcs": [letters_reward],
-        "train_dataset": Dataset.from_dict({"prompt": WORDS}),
+        "train_dataset": Dataset.from_dict({"prompt": PROMPTS}),
         "processing_class": tokenizer,
     }
 
@@ -130,9 +142,9 @@ def train_alone(arguments: dict[str, Any], tmp_path: Path) -> Callable[..., GRPO
 @pytest.fixture
 def tools() -> SimpleNamespace:
     """Returns the helper functions of this module."""
-    return SimpleNamespace(
-        logs=logs, equal_files=equal_files, letters_reward=letters_reward, base=BASE, rates=RATES, halving=HALVING
-    )
+    functions = (logs, equal_files, letters_reward, assert_same, assert_arms_equal_runs_alone, wait_for_steps)
+    named = {function.__name__: function for function in functions}
+    return SimpleNamespace(**named, base=BASE, rates=RATES, halving=HALVING)
 
 
 @pytest.fixture
@@ -159,3 +171,21 @@ def sweep_file(content: dict[str, Any]) -> str:
     """The file of a sweep of two arms with turns of a step."""
     Path("sweep.yaml").write_text(yaml.safe_dump({**content, "turn_steps": 1}, sort_keys=False))
     return "sweep.yaml"
+
+
+@pytest.fixture
+def start(sweep_file: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """`start(*flags)`: a process of `groupgrad sweep`, which ends with the test."""
+    processes = []
+
+    def begin(*flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "groupgrad", "sweep", sweep_file, *flags]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+        with Path("errors").open("wb") as errors:
+            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.wait()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +23,15 @@ def write(content: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_exactly(content, tools, capsys):
-    command = [sys.executable, "-m", "groupgrad", "sweep", write({**content, "turn_steps": 1})]
-    source = str(Path(__file__).parents[2] / "src")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline and process.poll() is None:
-            if Path("out/sweep.sqlite").is_file() and sum(arm.step for arm in Store("out").arms()) >= 3:
-                break
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-    steps = [arm.step for arm in Store("out").arms()]
-    assert 3 <= sum(steps) < 12, "it was not killed in the middle"
-    assert cli.main(["sweep", write({**content, "turn_steps": 1})]) == 0
+def test_a_killed_sweep_goes_on_exactly(start, sweep_file, tools, capsys):
+    process = start()
+    tools.wait_for_steps(process, 3)
+    process.kill()
+    process.wait()
+    assert 3 <= sum(arm.step for arm in Store("out").arms()) < 12, "it was not killed in the middle"
+    assert cli.main(["sweep", sweep_file]) == 0
     assert "behind the best" in capsys.readouterr().out
-    for arm in Store("out").arms():
-        assert (arm.state, arm.step) == ("done", 6)
-        folder, alone = Path("out/arms") / arm.name, Path("alone") / arm.name
-        run = [str(folder / "run.yaml"), "--output_dir", str(alone)]
-        assert cli.main(["train", "--config", *run]) == 0
-        assert tools.equal_files(folder, alone)
-        assert tools.logs(folder) == tools.logs(alone)
+    tools.assert_arms_equal_runs_alone()
 
 
 def test_actions_on_a_sweep_that_is_not_running(content, capsys, caplog):

@@ -16,9 +16,6 @@ from groupgrad.apps.sweep.sweep_plan import SweepPlan
 from groupgrad.concurrency.worker_process import WorkerDied
 from groupgrad.concurrency.workers import Outcome
 
-RATES = {"learning_rate": [1e-4, 1e-2, 2e-2, 3e-2]}
-
-
 # --------------------------------------------------------------------------------------------------------- the devices
 
 
@@ -75,15 +72,15 @@ def test_devices_that_the_machine_does_not_have_are_refused(monkeypatch, given, 
         find_devices(given, on_cpu=False)
 
 
-def test_devices_are_checked_before_the_sweep_has_a_folder(make_sweep, tmp_path):
+def test_devices_are_checked_before_the_sweep_has_a_folder(make_sweep, tools, tmp_path):
     with pytest.raises(ValueError, match="devices=5000 is more than"):
-        make_sweep(RATES, devices=5000)
+        make_sweep(tools.rates, devices=5000)
     with pytest.raises(ValueError, match=r"devices=\[0\] names GPUs, but the sweep trains on the CPU \(use_cpu\)"):
-        make_sweep(RATES, devices=[0])
+        make_sweep(tools.rates, devices=[0])
     assert not (tmp_path / "sweep").exists()
 
 
-def test_what_cannot_be_sent_to_a_worker_is_refused(make_sweep, tmp_path):
+def test_what_cannot_be_sent_to_a_worker_is_refused(make_sweep, tools, tmp_path):
     lock = threading.Lock()
 
     def locked(completions: list[str], **kwargs: Any) -> list[float]:
@@ -91,7 +88,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused(make_sweep, tmp_path):
             return [0.0] * len(completions)
 
     with pytest.raises(ValueError, match=r"reward_funcs=\[<function .*locked.*cannot be sent to a worker process"):
-        make_sweep(RATES, devices=1, reward_funcs=[locked])
+        make_sweep(tools.rates, devices=1, reward_funcs=[locked])
     assert not (tmp_path / "sweep").exists()
 
 
@@ -174,8 +171,7 @@ def test_a_sweep_on_two_workers_decides_as_on_none(make_sweep, tools, processes,
     assert all(len(numbers) >= 2 for numbers in trained)
     assert all(process.is_closed for process in processes.started)
     best = [folder / "arms" / halved.results[0].name for folder in (halved.folder, tmp_path / "sweep")]
-    assert tools.equal_files(*best)
-    assert tools.logs(best[0]) == tools.logs(best[1])
+    tools.assert_same(*best)
 
 
 def test_a_lost_worker_costs_its_turn_and_three_of_them_the_arm(make_sweep, processes, tmp_path, caplog):
@@ -206,9 +202,9 @@ def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, proce
     assert "arm 01-reward_funcs=failing failed after step 0" in caplog.text
 
 
-def test_commands_for_an_arm_in_a_turn_wait_for_its_end_alone(make_sweep, tmp_path, monkeypatch):
+def test_commands_for_an_arm_in_a_turn_wait_for_its_end_alone(make_sweep, tools, tmp_path, monkeypatch):
     monkeypatch.setattr("groupgrad.apps.sweep.arm_turns.COMMAND_CHECK_S", 0.0)
-    sweeper = make_sweep(RATES)._sweeper
+    sweeper = make_sweep(tools.rates)._sweeper
     store = Store(tmp_path / "sweep")
     first, second = store.arms()[:2]
     store.queue("stop", first.id)

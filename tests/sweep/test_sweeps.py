@@ -209,8 +209,7 @@ def test_a_sweep_made_again_goes_on_and_refuses_to_become_another_one(make_sweep
     torch.manual_seed(123)
     for result in make_sweep(RATES, turn_steps=2).run():
         train_alone(result.name, **result.changes)
-        assert tools.equal_files(tmp_path / "sweep/arms" / result.name, tmp_path / result.name)
-        assert tools.logs(tmp_path / "sweep/arms" / result.name) == tools.logs(tmp_path / result.name)
+        tools.assert_same(tmp_path / "sweep/arms" / result.name, tmp_path / result.name)
 
 
 def test_an_unknown_metric_is_reported(make_sweep):
