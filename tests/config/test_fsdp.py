@@ -77,11 +77,6 @@ def test_hybrid_sharding_is_refused_with_what_fsdp_2_has(two_processes, options)
     assert "fsdp_config['version'] = 1" not in str(caught.value)
 
 
-def test_one_process_has_nothing_to_share():
-    with pytest.raises(ConfigError, match="fsdp shards weights over several processes, and there is one"):
-        config(fsdp=True)
-
-
 def test_a_configuration_takes_effect(two_processes):
     made = config(fsdp="shard_grad_op", fsdp_config={"transformer_layer_cls_to_wrap": "Block"})
     options = fsdp_options(made)
