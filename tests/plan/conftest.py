@@ -30,3 +30,14 @@ def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Mapp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "model_shape", lambda name, config, half: measured(name, half))
         yield lambda config, words: main(["plan", "--model", written(json.dumps(config)), *words.split()])
+
+
+@pytest.fixture
+def shown_plan_of(plan_of: Callable[[Mapping[str, Any], str], int], capsys: Any) -> Callable[..., Any]:
+    """`shown_plan_of(config, words, code)`: what such a plan prints, which ends with this code; None: with any."""
+
+    def shown(config: Mapping[str, Any], words: str, code: int | None) -> Any:
+        assert plan_of(config, words) in (range(3) if code is None else (code,))
+        return capsys.readouterr()
+
+    return shown

@@ -34,9 +34,9 @@ OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
 
 
 @pytest.fixture
-def planned(plan_of: Any) -> Any:
-    """Runs `groupgrad plan` on Qwen2.5-7B's sizes, or on further ones, in bfloat16, and returns its exit code."""
-    return lambda words, **sizes: plan_of(SEVEN_BILLION | sizes, f"--dtype bfloat16 {words}")
+def planned(shown_plan_of: Any) -> Any:
+    """What `groupgrad plan` prints of Qwen2.5-7B's sizes, or of further ones, in bfloat16."""
+    return lambda words, code=0, **sizes: shown_plan_of(SEVEN_BILLION | sizes, f"--dtype bfloat16 {words}", code)
 
 
 def accepted(shown: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, GRPOConfig]:
@@ -98,23 +98,20 @@ def _launched(shown: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> dict
     ],
 )
 def test_the_trainer_accepts_what_is_recommended(
-    words: str, name: str, planned: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, name: str, planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert planned(words) == 0
-    found, config = accepted(capsys.readouterr().out, words, tmp_path, monkeypatch)
+    found, config = accepted(planned(words).out, words, tmp_path, monkeypatch)
     assert found == name
     size = re.search(r"--context-parallel-size (\d+)", words)
     assert config.context_parallel_size == (int(size[1]) if size else 1)
 
 
-def test_ways_that_the_trainer_refuses_are_told_with_its_sentence(planned: Any, capsys: Any) -> None:
-    assert planned("--device 80GB --devices 8 --vllm-colocate --set torch_compile=true") == 0
-    shown = capsys.readouterr().out
+def test_ways_that_the_trainer_refuses_are_told_with_its_sentence(planned: Any) -> None:
+    shown = planned("--device 80GB --devices 8 --vllm-colocate --set torch_compile=true").out
     assert re.findall(r"^(.*?)  .* -  refused$", shown, re.MULTILINE) == ["full, fsdp2", "LoRA, fsdp2"]
     sentences = "vllm_mode='colocate' with fsdp is not part .* fsdp does not go with torch_compile=True"
     assert re.search(rf"^Refused \(full, fsdp2; LoRA, fsdp2\): {sentences}", shown, re.MULTILINE)
-    assert planned("--device 80GB --devices 16") == 0
-    shown = capsys.readouterr().out
+    shown = planned("--device 80GB --devices 16").out
     assert "refused" not in shown.lower() and "--num-processes 16" in shown
     assert shown.endswith(" on one machine, or accelerate launch --num_machines on each of several.\n")
 
@@ -137,10 +134,9 @@ def test_ways_that_the_trainer_refuses_are_told_with_its_sentence(planned: Any, 
     ],
 )
 def test_settings_of_which_the_trainer_refuses_every_way_cannot_be_planned_for(
-    words: str, text: str, planned: Any, capsys: Any
+    words: str, text: str, planned: Any
 ) -> None:
-    assert planned(f"--device 80GB {words}") == 2
-    shown = capsys.readouterr()
+    shown = planned(f"--device 80GB {words}", code=2)
     assert text in re.sub(r"\s+", " ", shown.err) and shown.out == ""
 
 
@@ -151,38 +147,32 @@ def test_a_size_of_a_vllm_needs_a_vllm(planned: Any, capsys: Any) -> None:
     assert ended.value.code == 2 and "--vllm-tensor-parallel-size 2 is of a vLLM, and none samples; add" in shown
 
 
-def test_no_more_than_eight_times_the_devices_are_proposed(planned: Any, capsys: Any) -> None:
+def test_no_more_than_eight_times_the_devices_are_proposed(planned: Any) -> None:
     """LoRA beside a colocated vLLM fits on no number of devices of 24 GB, since vLLM's weights stay whole."""
-    assert planned("--device 24GB --completion 1024 --vllm-colocate") == 1
-    shown = capsys.readouterr().out
+    shown = planned("--device 24GB --completion 1024 --vllm-colocate", code=1).out
     assert "needs devices of 25.8 GiB" in shown and "such devices" not in shown
     words = "--device 14GB --completion 1024 --set use_peft=true --vllm-server"
-    assert planned(words) == 1
-    (number,) = re.findall(r"On (\d+) such devices", capsys.readouterr().out)
-    assert planned(f"{words} --devices {number}") == 0
-    assert planned(f"{words} --devices {int(number) // 2}") == 1
+    (number,) = re.findall(r"On (\d+) such devices", planned(words, code=1).out)
+    planned(f"{words} --devices {number}")
+    planned(f"{words} --devices {int(number) // 2}", code=1)
 
 
 @pytest.mark.slow
-def test_devices_that_train_rows_together_are_named_where_they_make_a_way_fit(planned: Any, capsys: Any) -> None:
+def test_devices_that_train_rows_together_are_named_where_they_make_a_way_fit(planned: Any) -> None:
     long = "--device 24GB --devices 8 --completion 60000 --micro-batch 1 --vllm-server"
-    assert planned(long) == 1
-    shown = capsys.readouterr().out
+    shown = planned(long, code=1).out
     found = re.findall(r"If (\d) devices train each row together \(--context-parallel-size \1\), (.*?) fits\.", shown)
     assert found == [("4", "4-bit"), ("8", "LoRA")]
     for size, name in found:
-        assert planned(f"{long} --context-parallel-size {size}") == 0
-        assert f"Recommended: {name}, " in capsys.readouterr().out
-    assert planned(f"{long} --context-parallel-size 2") == 1, "the sizes that are named are the least"
-    capsys.readouterr()
+        assert f"Recommended: {name}, " in planned(f"{long} --context-parallel-size {size}").out
+    planned(f"{long} --context-parallel-size 2", code=1)  # the sizes that are named are the least
     for words, sizes in (("--set torch_compile=true", {}), ("--set fsdp=true", {}), ("", {"attention_dropout": 0.1})):
-        assert planned(f"{long} {words}", **sizes) == 1
-        assert "train each row together" not in capsys.readouterr().out
-    assert planned(f"{long} --set disable_dropout=true", attention_dropout=0.1) == 1
-    assert "(--context-parallel-size 8), 4-bit fits." in capsys.readouterr().out
-    assert planned(f"{long} --set disable_dropout=true --context-parallel-size 8", attention_dropout=0.1) == 0
-    assert planned(f"{long} --context-parallel-size 4", attention_dropout=0.1) == 2
-    assert "has an attention dropout of 0.1. Set disable_dropout=True" in re.sub(r"\s+", " ", capsys.readouterr().err)
+        assert "train each row together" not in planned(f"{long} {words}", **sizes, code=1).out
+    without = f"{long} --set disable_dropout=true"
+    assert "(--context-parallel-size 8), 4-bit fits." in planned(without, attention_dropout=0.1, code=1).out
+    planned(f"{without} --context-parallel-size 8", attention_dropout=0.1)
+    refusal = planned(f"{long} --context-parallel-size 4", attention_dropout=0.1, code=2).err
+    assert "has an attention dropout of 0.1. Set disable_dropout=True" in re.sub(r"\s+", " ", refusal)
 
 
 def test_a_model_is_cut_over_devices_where_the_trainer_cuts_it() -> None:
@@ -201,10 +191,9 @@ def test_a_model_is_cut_over_devices_where_the_trainer_cuts_it() -> None:
         assert reason is None if text is None else text in str(reason), (config.model_type, settings)
 
 
-def test_the_table_has_the_share_of_a_colocated_vllm(planned: Any, capsys: Any) -> None:
+def test_the_table_has_the_share_of_a_colocated_vllm(planned: Any) -> None:
     words = "--device 80GB --devices 8 --completion 8192"
-    assert planned(f"{words} --vllm-colocate") == 0
-    shown = capsys.readouterr().out
+    shown = planned(f"{words} --vllm-colocate").out
     rows = {line[:16].strip(): line[16:].split() for line in shown.split("\n\n")[1].splitlines()}
     assert rows["GiB on a device"][9:] == ["vLLM", "micro-batch"]
     share = re.search(r"vllm_gpu_memory_utilization=([\d.]+)", shown)
@@ -213,16 +202,14 @@ def test_the_table_has_the_share_of_a_colocated_vllm(planned: Any, capsys: Any) 
     least = 2.2 * 7_615_616_512 + (8192 + 512) * 28 * 2 * 4 * 128 * 2
     assert rows["full"][9:] == [f"{least / 2**30:.2f}", "does", "not", "fit"]
     assert rows["full, fsdp2"][9:] == ["-", "refused"]
-    assert planned(words) == 0
-    assert " vLLM " not in capsys.readouterr().out.split("\n\n")[1]
+    assert " vLLM " not in planned(words).out.split("\n\n")[1]
 
 
 @pytest.mark.parametrize("size", [None, 4])
-def test_what_a_vllm_server_needs_by_hand(size: int | None, planned: Any, capsys: Any) -> None:
+def test_what_a_vllm_server_needs_by_hand(size: int | None, planned: Any) -> None:
     """Sixteen rows for each of eight devices, two prompts among them, in bfloat16."""
     flag = "" if size is None else f" --vllm-tensor-parallel-size {size}"
-    assert planned(f"--device 80GB --devices 8 --completion 8192 --vllm-server{flag}") == 0
-    shown, size = capsys.readouterr().out, size or 2
+    shown, size = planned(f"--device 80GB --devices 8 --completion 8192 --vllm-server{flag}").out, size or 2
     weights = 2 * 7_615_616_512 / size
     keys_values = (128 * 8192 + 16 * 512) * 28 * 2 * 4 * 128 * 2 / size
     parts = [f"{part / 2**30:.2f} GiB" for part in (1.1 * weights + keys_values, weights, 0.1 * weights, keys_values)]
@@ -232,7 +219,7 @@ def test_what_a_vllm_server_needs_by_hand(size: int | None, planned: Any, capsys
     )
 
 
-def test_a_vllm_server_that_is_small_for_all_rows_samples_them_in_turns(planned: Any, capsys: Any) -> None:
+def test_a_vllm_server_that_is_small_for_all_rows_samples_them_in_turns(planned: Any) -> None:
     """Weights and workspace take 15.60 GiB, the rows' keys and values 7.44 GiB: 11.52 GiB on each of two devices."""
     for device, size, text in (
         ("27GB", 1, "generation batch."),
@@ -240,8 +227,7 @@ def test_a_vllm_server_that_is_small_for_all_rows_samples_them_in_turns(planned:
         ("5GB", 4, "A device of 4.7 GiB has room for 4.28 GiB, so vLLM samples them in turns."),
         ("2GB", 4, "A device of 1.9 GiB is too small: with one row it needs 3.92 GiB."),  # 28 heads, not in 8 parts
     ):
-        planned(f"--device {device} --devices 8 --completion 1024 --vllm-server")
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("A vLLM server")]
+        shown = planned(f"--device {device} --devices 8 --completion 1024 --vllm-server", code=None).out
+        (line,) = re.findall(r"^A vLLM server.*", shown, re.MULTILINE)
         assert f"--tensor-parallel-size {size})" in line and line.endswith(text)
-    assert planned("--device 80GB --devices 8") == 0
-    assert "A vLLM server (" not in capsys.readouterr().out
+    assert "A vLLM server (" not in planned("--device 80GB --devices 8").out

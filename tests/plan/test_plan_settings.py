@@ -21,9 +21,9 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "
 
 
 @pytest.fixture
-def planned(plan_of: Any) -> Any:
-    """Runs `groupgrad plan` on a model of 400 million parameters, and returns its exit code."""
-    return lambda *flags: plan_of({**SMALL, **HEADS}, " ".join(map(str, flags)))
+def planned(shown_plan_of: Any) -> Any:
+    """What `groupgrad plan` prints of a model of 400 million parameters."""
+    return lambda *flags, code=0: shown_plan_of({**SMALL, **HEADS}, " ".join(map(str, flags)), code)
 
 
 @pytest.mark.quick(2)
@@ -39,13 +39,12 @@ def planned(plan_of: Any) -> Any:
     ],
 )
 def test_the_printed_settings_make_up_a_configuration(
-    flags: list[Any], devices: int, planned: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[Any], devices: int, planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GRPOConfig, "world_size", devices)
     group, found = 4 if "--num-generations" in flags else 8, set()
     for size in ("7GB", "10GB", "80GB"):
-        assert planned(*flags, "--devices", devices, "--device", size, "--completion", 4096) == 0
-        shown = capsys.readouterr().out
+        shown = planned(*flags, "--devices", devices, "--device", size, "--completion", 4096).out
         _, settings = recommendation(shown)
         if "--accelerate-config fsdp2" in shown:
             settings["fsdp"] = True
@@ -61,13 +60,11 @@ def test_the_printed_settings_make_up_a_configuration(
     assert len({step for _, step in found}) == 1, "the step keeps its completions"
 
 
-def test_a_step_that_would_cut_a_group_is_made_longer(planned: Any, capsys: Any) -> None:
-    assert planned("--accumulation", 1, "--micro-batch", 6, "--device", "80GB") == 0
-    shown = capsys.readouterr().out
+def test_a_step_that_would_cut_a_group_is_made_longer(planned: Any) -> None:
+    shown = planned("--accumulation", 1, "--micro-batch", 6, "--device", "80GB").out
     assert "num_generations=8 does not divide the 6 completions of a generation batch, so 24 are planned." in shown
     assert recommendation(shown)[1]["gradient_accumulation_steps"] == 4
-    assert planned("--device", "80GB") == 0
-    assert "does not divide" not in capsys.readouterr().out
+    assert "does not divide" not in planned("--device", "80GB").out
 
 
 @pytest.fixture
@@ -87,7 +84,7 @@ def ways_of(shown: str) -> dict[str, bool]:
     return {line.split("  ")[0]: not line.endswith("does not fit") for line in lines}
 
 
-def test_a_colocated_vllm_must_fit_beside_training(planned: Any, capsys: Any, run_file: Any) -> None:
+def test_a_colocated_vllm_must_fit_beside_training(planned: Any, run_file: Any) -> None:
     """Full weights fit alone, beside a vLLM that sleeps and with a server, but not beside one that does not sleep."""
     colocate = {"use_vllm": True}
     shown = {}
@@ -97,8 +94,7 @@ def test_a_colocated_vllm_must_fit_beside_training(planned: Any, capsys: Any, ru
         "asleep": {**colocate, "vllm_enable_sleep_mode": True},
         "server": {**colocate, "vllm_mode": "server"},
     }.items():
-        planned("--config", run_file(**settings), "--device", "5.5GB")
-        shown[name] = capsys.readouterr().out
+        shown[name] = planned("--config", run_file(**settings), "--device", "5.5GB", code=None).out
     assert {name: ways_of(text)["full"] for name, text in shown.items()} == {
         "alone": True,
         "colocate": False,
@@ -107,30 +103,26 @@ def test_a_colocated_vllm_must_fit_beside_training(planned: Any, capsys: Any, ru
     }
     assert "vllm_gpu_memory_utilization=" in shown["asleep"] and "vllm_gpu_memory" not in shown["server"]
     assert "If a vLLM server on other devices samples (--vllm-server), full fits." in shown["colocate"]
-    planned("--vllm-colocate", "--dtype", "bfloat16", "--accumulation", "1", "--device", "5.5GB")
-    assert capsys.readouterr().out == shown["colocate"]
-    planned("--config", run_file(**colocate), "--vllm-server", "--device", "5.5GB")
-    assert capsys.readouterr().out == shown["server"], "a flag wins"
+    again = planned("--vllm-colocate", "--dtype", "bfloat16", "--accumulation", "1", "--device", "5.5GB", code=None)
+    served = planned("--config", run_file(**colocate), "--vllm-server", "--device", "5.5GB", code=None)
+    assert (again.out, served.out) == (shown["colocate"], shown["server"]), "a flag wins"
 
     halved = run_file(**colocate, vllm_tensor_parallel_size=2)
     for flags in ([], ["--vllm-colocate"]):
-        planned("--config", halved, "--devices", 2, "--device", "24GB", *flags)
-        shown[len(flags)] = capsys.readouterr().out
+        shown[len(flags)] = planned("--config", halved, "--devices", 2, "--device", "24GB", *flags, code=None).out
     assert shown[0] == shown[1] != shown["colocate"], "a flag that repeats the file leaves its other settings"
 
 
-def test_the_share_of_the_file_is_kept_where_it_fits(planned: Any, capsys: Any, run_file: Any) -> None:
+def test_the_share_of_the_file_is_kept_where_it_fits(planned: Any, run_file: Any) -> None:
     for share, text in ((0.4, "=0.4 leaves"), (0.01, "(not 0.01) leaves")):
         file = run_file(use_vllm=True, vllm_gpu_memory_utilization=share, vllm_max_model_length=2048)
-        assert planned("--config", file, "--device", "80GB") == 0
-        shown = capsys.readouterr().out
+        shown = planned("--config", file, "--device", "80GB").out
         assert text in shown.replace(" with vllm_max_model_length=2048", "")
-    assert planned("--config", run_file(use_vllm=True), "--device", "1GB") == 1
-    shown = capsys.readouterr().out
+    shown = planned("--config", run_file(use_vllm=True), "--device", "1GB", code=1).out
     least = re.search(r"needs devices of ([\d.]+) GiB", shown)
     assert least is not None
-    assert planned("--config", run_file(use_vllm=True), "--device", f"{float(least[1]) + 0.1:.1f}GiB") == 0
-    assert planned("--config", run_file(use_vllm=True), "--device", f"{float(least[1]) - 0.2:.1f}GiB") == 1
+    planned("--config", run_file(use_vllm=True), "--device", f"{float(least[1]) + 0.1:.1f}GiB")
+    planned("--config", run_file(use_vllm=True), "--device", f"{float(least[1]) - 0.2:.1f}GiB", code=1)
 
 
 @pytest.mark.parametrize(
@@ -144,18 +136,17 @@ def test_the_share_of_the_file_is_kept_where_it_fits(planned: Any, capsys: Any, 
     ],
 )
 def test_the_file_says_how_a_model_is_divided(
-    settings: dict[str, Any], ways: list[str], planned: Any, capsys: Any, run_file: Any
+    settings: dict[str, Any], ways: list[str], planned: Any, run_file: Any
 ) -> None:
-    assert planned("--config", run_file(**settings), "--device", "80GB", "--devices", 2) == 0
-    assert list(ways_of(capsys.readouterr().out)) == ways
+    assert list(ways_of(planned("--config", run_file(**settings), "--device", "80GB", "--devices", 2).out)) == ways
 
 
-def test_the_buffers_of_a_deepspeed_configuration_are_planned(planned: Any, capsys: Any, run_file: Any) -> None:
+def test_the_buffers_of_a_deepspeed_configuration_are_planned(planned: Any, run_file: Any) -> None:
     def scratch(**zero: Any) -> float:
         file = run_file(deepspeed={"zero_optimization": {"stage": 3, **zero}}, use_peft=False)
-        planned("--config", file, "--device", "80GB", "--devices", 2)
-        (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("full, zero3")]
-        return float(re.findall(r"[\d.]+", row.removeprefix("full, zero3"))[5])
+        shown = planned("--config", file, "--device", "80GB", "--devices", 2, code=None).out
+        (row,) = re.findall("^full, zero3(.*)", shown, re.MULTILINE)
+        return float(re.findall(r"[\d.]+", row)[5])
 
     whole = scratch()
     assert whole == scratch(reduce_bucket_size="5e8") == scratch(stage3_max_live_parameters=1e9) > 1.8
@@ -188,24 +179,21 @@ def test_settings_of_the_file_that_exclude_each_other(
     assert text in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
-def test_settings_that_are_not_considered_are_named_in_a_line(planned: Any, capsys: Any, run_file: Any) -> None:
+def test_settings_that_are_not_considered_are_named_in_a_line(planned: Any, run_file: Any) -> None:
     file = run_file(learning_rate=1e-5, vllm_max_model_length=64, gradient_dtype="auto", max_steps=None)
-    assert planned("--config", file, "--device", "80GB") == 0
-    assert capsys.readouterr().err == f"Not considered of {file}: learning_rate, vllm_max_model_length\n"
-    assert planned("--config", run_file(use_vllm=True, vllm_max_model_length=1024), "--device", "80GB") == 0
-    assert capsys.readouterr().err == ""
+    said = planned("--config", file, "--device", "80GB").err
+    assert said == f"Not considered of {file}: learning_rate, vllm_max_model_length\n"
+    assert planned("--config", run_file(use_vllm=True, vllm_max_model_length=1024), "--device", "80GB").err == ""
 
 
-def test_a_micro_batch_grows_up_to_the_step_unless_it_is_asked_for(planned: Any, capsys: Any) -> None:
+def test_a_micro_batch_grows_up_to_the_step_unless_it_is_asked_for(planned: Any) -> None:
     size = ["--device", "80GB", "--accumulation", "4"]
     for flags, rows, label in (([], 32, "  32\n"), (["--micro-batch", "8"], 8, "  8 (asked for)\n")):
-        assert planned(*size, *flags) == 0
-        shown = capsys.readouterr().out
+        shown = planned(*size, *flags).out
         settings = recommendation(shown)[1]
         assert settings["per_device_train_batch_size"] == rows and settings["gradient_accumulation_steps"] == 32 // rows
         assert label in shown
-    assert planned("--device", "7GB", "--completion", "4096", "--micro-batch", "8") == 0
-    shown = capsys.readouterr().out
+    shown = planned("--device", "7GB", "--completion", "4096", "--micro-batch", "8").out
     assert recommendation(shown)[1]["per_device_train_batch_size"] < 8 and "full" in shown
     assert "asked for" not in next(line for line in shown.splitlines() if line.startswith("full"))
 
@@ -213,11 +201,9 @@ def test_a_micro_batch_grows_up_to_the_step_unless_it_is_asked_for(planned: Any,
 def test_set_is_a_setting_of_the_run_with_and_without_a_file(planned: Any, capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("max_completion_length: 512\nfsdp: full_shard\n")
     adapter = ["--set", "use_peft=true", "--set", "model_init_kwargs.dtype=bfloat16"]
-    assert planned("--device", "80GB", "--completion", 512, *adapter) == 0
-    alone = capsys.readouterr().out
+    alone = planned("--device", "80GB", "--completion", 512, *adapter).out
     assert re.findall(r"^(full|LoRA|4-bit) ", alone, re.MULTILINE) == ["LoRA"]
-    assert planned("--device", "80GB", "--config", tmp_path / "run.yaml", *adapter, "--set", "fsdp=") == 0
-    assert capsys.readouterr().out == alone
+    assert planned("--device", "80GB", "--config", tmp_path / "run.yaml", *adapter, "--set", "fsdp=").out == alone
     for setting, problem in [
         ("use_pef=true", "unknown field 'use_pef'; did you mean use_peft?"),
         ("optim=lion_32bit", "argument --optim: 'lion_32bit' is none of"),
@@ -230,13 +216,9 @@ def test_set_is_a_setting_of_the_run_with_and_without_a_file(planned: Any, capsy
 
 
 @pytest.mark.parametrize(("name", "own"), [("adamw_torch_fused", "adamw"), ("paged_adamw_8bit", "adamw_8bit")])
-def test_an_optimizer_may_have_the_name_that_transformers_gives_it(
-    name: str, own: str, planned: Any, capsys: Any
-) -> None:
-    assert planned("--device", "80GB", "--optim", own) == 0
-    shown = capsys.readouterr().out
-    assert planned("--device", "80GB", "--optim", name) == 0
-    assert capsys.readouterr().out == shown
+def test_an_optimizer_may_have_the_name_that_transformers_gives_it(name: str, own: str, planned: Any) -> None:
+    shown = planned("--device", "80GB", "--optim", own).out
+    assert planned("--device", "80GB", "--optim", name).out == shown
 
 
 @pytest.mark.slow
