@@ -81,19 +81,21 @@ def make_agents(
     max_tool_calling_iterations: int | None = None,
     ahead: int = 0,
     state: str | None = None,
+    maker: PromptMaker | None = None,
     **limits: Any,
 ) -> AgentRollouts:
     """Rollouts of agents over the engine."""
+    maker = maker or PromptMaker(tokenizer, None, max_context)
     shared_tools = make_tools(list(tools))
     environments = None if environment is None else Environments(environment, shared_tools, reuse=True)
     schemas = [tool.schema for tool in shared_tools]
     if environments is not None:
         schemas = [schema for of_environment in environments.schemas.values() for schema in of_environment]
     return AgentRollouts(
-        PromptMaker(tokenizer, None, max_context),
+        maker,
         engine,
         SamplingOptions(budget, eos_ids=(EOS,)),
-        ChatFormat(tokenizer, schemas=schemas),
+        ChatFormat(tokenizer, schemas=schemas, prepare_messages=maker.template_messages),
         tools=shared_tools,
         environments=environments,
         options=AgentOptions(max_tool_calling_iterations, ToolOptions(**limits), ahead, state),

@@ -9,16 +9,12 @@ import pytest
 import tiny_vlms
 import torch
 from PIL import Image
-from scripted_agents import EOS, SEED, PlayingEngine, ask, call
+from scripted_agents import PlayingEngine, ask, call, make_agents
 
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
-from groupgrad.chat import ChatFormat
-from groupgrad.engines.base import SamplingOptions
-from groupgrad.envs.environments import Environments
-from groupgrad.envs.tools import ToolOptions, make_tools
 from groupgrad.multimodal.vlm_prompts import VisionPromptMaker
-from groupgrad.rollout.agent import AgentOptions, AgentRollouts
+from groupgrad.rollout.agent import AgentRollouts
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.types import Rollout
 
@@ -44,22 +40,7 @@ def agents(
 ) -> tuple[AgentRollouts, PlayingEngine]:
     maker = VisionPromptMaker(built.processor, built.processor.tokenizer)
     engine = PlayingEngine(maker.tokenizer, script)
-    made = make_tools(list(tools))
-    environments = None if environment is None else Environments(environment, made)
-    schemas = [tool.schema for tool in made]
-    if environments is not None:
-        schemas = [schema for of_kind in environments.schemas.values() for schema in of_kind]
-    chat = ChatFormat(maker.tokenizer, schemas=schemas, prepare_messages=maker.template_messages)
-    return AgentRollouts(
-        maker,
-        engine,
-        SamplingOptions(400, eos_ids=(EOS,)),
-        chat,
-        tools=made,
-        environments=environments,
-        options=AgentOptions(None, ToolOptions()),
-        seed=SEED,
-    ), engine
+    return make_agents(engine, maker.tokenizer, tools, environment, budget=400, maker=maker), engine
 
 
 def query(**columns: Any) -> dict[str, Any]:
