@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_batches import make_batch
 
-from groupgrad.batch import Batch, StepTotals
+from groupgrad.batch import Batch
 from groupgrad.memory import oom
 from groupgrad.memory.oom import is_out_of_memory
 from groupgrad.models.reference import Reference
@@ -58,20 +59,9 @@ def test_other_errors_are_no_out_of_memory_errors(text):
 
 @pytest.fixture
 def batch() -> Batch:
-    """Five rows of 4, 0, 6, 3 and 5 tokens that continue two prompts."""
-    lengths = torch.tensor([4, 0, 6, 3, 5])
-    stream = torch.Generator().manual_seed(0)
-    return Batch(
-        completion_ids=torch.randint(3, 48, (18,), generator=stream),
-        row_of_token=torch.arange(5).repeat_interleave(lengths),
-        offsets=torch.tensor([0, 4, 4, 10, 13, 18]),
-        prompt_ids=torch.randint(3, 48, (7,), generator=stream),
-        prompt_offsets=torch.tensor([0, 3, 7]),
-        prompt_of_row=torch.tensor([0, 0, 0, 1, 1]),
-        trained=torch.ones(18, dtype=torch.bool),
-        advantages=torch.ones(5),
-        totals=StepTotals(rows=5, tokens=18),
-    )
+    """Five rows of 4, 0, 6, 3 and 5 tokens that continue prompts of 5 and 3."""
+    rows = ((0, 4), (0, 0), (0, 6), (2, 3), (2, 5))
+    return make_batch(tuple((group, list(range(20, 20 + length))) for group, length in rows))
 
 
 @pytest.fixture
@@ -101,9 +91,9 @@ def test_a_batch_that_does_not_fit_is_scored_in_halves(cramped, make_model, batc
             actual = score_without_gradient(model, batch, ForwardOptions())
             torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=0, atol=1e-6)
             torch.testing.assert_close(actual.entropy, expected.entropy, rtol=0, atol=1e-6)
-    # Prompts, and completions less the last token of each row: 7 + 14 in all; 3 + 3 for the first two rows; 7 + 11 for
-    # the others, 3 + 5 for the third and 4 + 6 for the last two.
-    assert passes == [21, 6, 18, 8, 10] * 2
+    # Prompts, and completions less the last token of each row: 8 + 14 in all; 5 + 3 for the first two rows; 8 + 11 for
+    # the others, 5 + 5 for the third and 3 + 6 for the last two.
+    assert passes == [22, 8, 19, 10, 9] * 2
     assert caplog.text.count("done in parts, with the same result") == 1
 
 
@@ -121,10 +111,10 @@ def test_the_reference_too(cramped, make_model, batch):
 
 
 def test_one_row_that_does_not_fit_is_an_error(cramped, batch):
-    model, passes = cramped(7)
-    with pytest.raises(RuntimeError, match=r"one row alone \(6 tokens besides 3 .*max_completion_length"):
+    model, passes = cramped(9)
+    with pytest.raises(RuntimeError, match=r"one row alone \(6 tokens besides 5 .*max_completion_length"):
         score_without_gradient(model, batch, ForwardOptions())
-    assert passes == [21, 6, 18, 8]
+    assert passes == [22, 8, 19, 10]
 
 
 def test_a_sharded_model_is_not_scored_in_parts(cramped, batch, monkeypatch):
@@ -132,7 +122,7 @@ def test_a_sharded_model_is_not_scored_in_parts(cramped, batch, monkeypatch):
     monkeypatch.setattr(forward, "is_sharded", lambda model: True)
     with pytest.raises(RuntimeError, match="could not create a primitive"):
         score_without_gradient(model, batch, ForwardOptions())
-    assert passes == [21]
+    assert passes == [22]
 
 
 def test_other_errors_pass(batch):
