@@ -15,6 +15,7 @@ PLAIN = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SPECIAL = ("<|end|>",)
+REPLY = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
 
 
 def test_no_template(byte_tokenizer: Any) -> None:
@@ -37,9 +38,8 @@ def test_with_a_parser_replies_are_rendered_all_the_same(byte_tokenizer: Any, ca
     with caplog.at_level(logging.WARNING):
         chat = ChatFormat(tokenizer, schemas=SCHEMAS, response_parser=parser)
     assert not chat.shows_tools and "does not show tools" in caplog.text
-    reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
-    assert tokenizer.decode(chat.reply_ids([5], [reply, reply])) == ("<|end|><tool>OK<|end|><tool>OK<|end|><assistant>")
-    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], [reply])) == "<tool>OK<|end|><assistant>"
+    assert tokenizer.decode(chat.reply_ids([5], [REPLY, REPLY])) == ("<|end|><tool>OK<|end|><tool>OK<|end|><assistant>")
+    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], [REPLY])) == "<tool>OK<|end|><assistant>"
     assert chat.parse(tokenizer("f<|end|>")["input_ids"], SCHEMAS).calls[0].name == "f"
 
 
@@ -60,8 +60,7 @@ def test_with_a_parser_replies_become_user_messages_where_there_is_no_role_for_t
     with caplog.at_level(logging.WARNING):
         chat = ChatFormat(tokenizer, schemas=SCHEMAS, response_parser=parser)
     assert "rendered as messages of the user" in caplog.text
-    replies = [{"role": "tool", "name": "f", "content": content, "tool_call_id": None} for content in ("OK", "7")]
-    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], replies)) == (
+    assert tokenizer.decode(chat.reply_ids([5, *chat.end_ids], [REPLY, {**REPLY, "content": "7"}])) == (
         "\n<start>user\nOK\n7<end>\n<start>assistant\n"
     )
 
@@ -73,9 +72,8 @@ def test_tools_are_shown_beside_replies_where_that_changes_them(families: Any, b
     )
     assert template != family.template
     tokenizer = byte_tokenizer(template, family.special)
-    reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    assert "<tool_response>\n1OK\n" in tokenizer.decode(chat.reply_ids([5], [reply]))
+    assert "<tool_response>\n1OK\n" in tokenizer.decode(chat.reply_ids([5], [REPLY]))
 
 
 def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
@@ -93,8 +91,7 @@ def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
         tokenizer('<tool_call>{"name": "f"}</tool_call>')["input_ids"] + [tokenizer.eos_token_id], SCHEMAS
     )
     assert [call.name for call in turn.calls] == ["f"]
-    reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
-    assert tokenizer.decode(chat.reply_ids([1], [reply])) == "\ntool: OK\nassistant: "
+    assert tokenizer.decode(chat.reply_ids([1], [REPLY])) == "\ntool: OK\nassistant: "
 
 
 def test_an_unknown_syntax_is_shown(byte_tokenizer: Any) -> None:

@@ -9,23 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_adapters import logprobs, lora
 
 from groupgrad.models.adapters import active_adapters, add_adapter, check_adapter, is_adapted, load_adapter
 from groupgrad.models.load import load_policy
-from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
 
 peft = pytest.importorskip("peft")
 
 LOADING: dict[str, Any] = {"trust_remote_code": False, "quantization_config": None, "on_device": False}
-
-
-def lora(**changes: Any) -> Any:
-    settings = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    return peft.LoraConfig(**{**settings, **changes})
-
-
-def logprobs(model: Any, batch: Any) -> torch.Tensor:
-    return score_without_gradient(model, batch, ForwardOptions()).logprobs
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

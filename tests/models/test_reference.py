@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_adapters import logprobs, lora
 from torch import nn
 
 from groupgrad.models.adapters import add_adapter, is_adapted
@@ -17,28 +18,12 @@ from groupgrad.scoring.old_and_ref import OldAndRefScorer
 peft = pytest.importorskip("peft")
 
 
-def lora(**changes: Any) -> Any:
-    return peft.LoraConfig(
-        **{
-            "r": 2,
-            "target_modules": ["q_proj", "v_proj"],
-            "init_lora_weights": False,
-            "task_type": "CAUSAL_LM",
-            **changes,
-        }
-    )
-
-
 def shift(model: nn.Module, by: float = 0.5, only: str = "") -> None:
     """Changes the trained weights in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and only in name:
                 parameter.add_(by)
-
-
-def logprobs(model: nn.Module, batch: Any) -> torch.Tensor:
-    return score_without_gradient(model, batch, ForwardOptions()).logprobs
 
 
 def reference_logprobs(reference: Reference, batch: Any) -> torch.Tensor:
