@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import repeatable_runs
 import torch
+from small_runs import weights
 
 from groupgrad import GRPOTrainer
 
@@ -16,11 +17,6 @@ from groupgrad import GRPOTrainer
 def make_trainer(output_dir: Path, **settings: Any) -> GRPOTrainer:
     """A trainer of three fast steps, equal for equal settings, that saves each of them."""
     return repeatable_runs.make_trainer(output_dir, **{"save_steps": 1, "max_steps": 3, **settings})
-
-
-def weights(trainer: GRPOTrainer) -> torch.Tensor:
-    """All parameters, one after the other."""
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +28,7 @@ def new_trainer() -> Callable[..., GRPOTrainer]:
 @pytest.fixture(scope="session")
 def weights_of() -> Callable[[GRPOTrainer], torch.Tensor]:
     """`weights_of(trainer)`: all parameters, one after the other."""
-    return weights
+    return lambda trainer: weights(trainer.model)
 
 
 @pytest.fixture(scope="session")

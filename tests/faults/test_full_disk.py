@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import resource
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import TrainerCallback
+from watching import Watch, names
 
 from groupgrad.checkpoints.choosing import choose
-from groupgrad.checkpoints.saving import UNFINISHED, checkpoints_in
+from groupgrad.checkpoints.saving import UNFINISHED
 from groupgrad.errors import CheckpointNotSaved
-
-
-class Call(TrainerCallback):
-    """Calls a function with the step just made, before that step is saved."""
-
-    def __init__(self, action):
-        self._action = action
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._action(state.global_step)
-
-
-def names(folder: Path) -> list[str]:
-    return [path.name for path in checkpoints_in(folder)]
 
 
 @pytest.mark.fault(
@@ -66,13 +52,8 @@ def test_a_write_that_fails_leaves_nothing_behind(new_trainer, straight, tmp_pat
     def fill(step: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit if step == 2 else hard, hard))
 
-    class Saved(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            assert (tmp_path / f"checkpoint-{state.global_step}").is_dir()
-
     trainer = new_trainer(tmp_path)
-    trainer.add_callback(Call(fill))
-    trainer.add_callback(Saved())
+    trainer.add_callback(Watch(tmp_path, fill))
     try:
         trainer.train()
     finally:
@@ -95,7 +76,7 @@ def test_a_run_whose_last_save_fails_says_so(new_trainer, straight, weights_of, 
         if step > 1:
             monkeypatch.setattr("groupgrad.checkpoints.saving.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
 
-    trainer.add_callback(Call(fill))
+    trainer.add_callback(Watch(tmp_path, fill))
     with pytest.raises(
         CheckpointNotSaved, match=r"has 7 free;.*; all 3 steps were made, and the weights are in memory"
     ):

@@ -12,6 +12,7 @@ import pytest
 import repeatable_runs
 import torch
 from peft import LoraConfig, get_peft_model
+from small_runs import weights
 from transformers import PreTrainedModel
 
 from groupgrad import GRPOTrainer
@@ -49,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
             folder = tmp_path_factory.mktemp(kind)
             trainer = make(folder, KINDS[kind](), max_steps=3)
             trainer.train()
-            made[kind] = folder / "checkpoint-2", flat(trainer)
+            made[kind] = folder / "checkpoint-2", weights(trainer.model)
         return made[kind]
 
     return run
@@ -61,8 +62,11 @@ def saved(runs: Callable[[str], tuple[Path, torch.Tensor]]) -> Callable[[str], P
     return lambda kind: runs(kind)[0]
 
 
-def flat(trainer: GRPOTrainer) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+def saved_start(folder: Path) -> Path:
+    """A folder with a small model and its tokenizer."""
+    model_of().save_pretrained(folder)
+    repeatable_runs.BASE.make_tokenizer().save_pretrained(folder)
+    return folder
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -151,10 +155,10 @@ FOUND_WHILE_LOADING = set(CASES) - {"same number and shapes", "another layer", "
 def test_another_set_of_parameters_is_refused_by_name(case, saved, tmp_path, caplog):
     kind, model, text = CASES[case]
     trainer = make(tmp_path / "run", model(), max_steps=3)
-    before = flat(trainer)
+    before = weights(trainer.model)
     with pytest.raises(CheckpointError, match=f"(?s){text}"):
         trainer.train(str(saved(kind)))
-    assert torch.equal(flat(trainer), before)
+    assert torch.equal(weights(trainer.model), before)
     if case in FOUND_WHILE_LOADING:
         with pytest.raises((CheckpointError, RuntimeError), match=r"To go on|allow_partial_resume=True|size mismatch"):
             trainer.train(str(from_elsewhere(saved(kind), tmp_path)))
@@ -170,7 +174,7 @@ def test_the_same_set_resumes_bit_for_bit_without_a_remark(kind, runs, tmp_path,
         resumed = make(tmp_path / "resumed", KINDS[kind](), max_steps=3)
         with caplog.at_level("WARNING"):
             resumed.train(str(checkpoint))
-        assert torch.equal(flat(resumed), expected)
+        assert torch.equal(weights(resumed.model), expected)
         assert "missing keys" not in caplog.text and "options differ" not in caplog.text
 
 
@@ -315,9 +319,7 @@ def test_a_callback_may_change_an_interval_when_training_begins(resumed, saved, 
 )
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
 def test_another_reference_is_refused(adapter, tmp_path, caplog):
-    start = tmp_path / "start"
-    model_of().save_pretrained(start)
-    repeatable_runs.BASE.make_tokenizer().save_pretrained(start)
+    start = saved_start(tmp_path / "start")
     settings: dict[str, Any] = {"beta": 0.1, "learning_rate": 1e-2, "max_steps": 3, "save_steps": 1}
     peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if adapter else None
     straight = make(tmp_path / "run", str(start), peft=peft, **settings)
@@ -342,9 +344,7 @@ def test_another_reference_is_refused(adapter, tmp_path, caplog):
     "nothing",
 )
 def test_a_first_reference_is_named(tmp_path, caplog):
-    start = tmp_path / "start"
-    model_of().save_pretrained(start)
-    repeatable_runs.BASE.make_tokenizer().save_pretrained(start)
+    start = saved_start(tmp_path / "start")
     settings: dict[str, Any] = {"learning_rate": 1e-2, "max_steps": 3, "save_steps": 1}
     make(tmp_path / "run", str(start), **settings).train()
     checkpoint = tmp_path / "run" / "checkpoint-2"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from watching import Watch, names
 
 from groupgrad.checkpoints import host_copies, saving
 from groupgrad.checkpoints.choosing import choose
-from groupgrad.checkpoints.saving import UNFINISHED, checkpoints_in
+from groupgrad.checkpoints.saving import UNFINISHED
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import EXIT_STOPPED, Stopped
 from groupgrad.trainer import saves
@@ -44,24 +44,6 @@ class Gate:
             self._event.wait(self._seconds)
             self.written_behind.append(Path(path).name)
         self._save(value, path, *args, **kwargs)
-
-
-class Watch(TrainerCallback):
-    """Calls `action(step)` after each step, and notes each `on_save` whose checkpoint is there."""
-
-    def __init__(self, folder: Path, action=lambda step: None):
-        self._folder, self._action, self.saved = folder, action, []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._action(state.global_step)
-
-    def on_save(self, args, state, control, **kwargs):
-        assert (self._folder / f"checkpoint-{state.global_step}" / "manifest.json").is_file()
-        self.saved.append(state.global_step)
-
-
-def names(folder: Path) -> list[str]:
-    return [path.name for path in checkpoints_in(folder)]
 
 
 def contents(checkpoint: Path, without: tuple[str, ...] = ()) -> dict[str, bytes]:
