@@ -21,6 +21,17 @@ def spin():
         pass
 
 
+def run(work, on_main_thread, seconds):
+    """Runs a function on this thread or on another one, which ends within these seconds."""
+    if on_main_thread:
+        work()
+    else:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(seconds)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("call", [lambda: time.sleep(30), spin], ids=["waits", "computes"])
 @pytest.mark.parametrize("on_main_thread", [True, False])
 def test_a_late_call_is_interrupted(call, on_main_thread):
@@ -34,12 +45,7 @@ def test_a_late_call_is_interrupted(call, on_main_thread):
         except DeadlinePassed:
             raised.append(time.monotonic() - started)
 
-    if on_main_thread:
-        work()
-    else:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join(20)
+    run(work, on_main_thread, 20)
     assert 0.1 < raised[0] < 5
 
 
@@ -98,13 +104,7 @@ def test_handlers_and_threads_are_as_before(on_main_thread):
             pass
         return "answer"
 
-    if on_main_thread:
-        work()
-    else:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive()
+    run(work, on_main_thread, 60)
     assert len(answers) + len(late) == 300
     assert signal.getsignal(signal.SIGVTALRM) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
