@@ -20,13 +20,18 @@ from groupgrad.apps.cli.main import main
 from groupgrad.apps.plan import shapes
 from groupgrad.apps.plan.fitting import choices, recommended, smallest_device
 from groupgrad.apps.plan.memory import RunSizes, ZeroBuffers, pass_sizes, predict
-from groupgrad.apps.plan.shapes import model_shape
+from groupgrad.apps.plan.shapes import ModelShape, model_shape
 from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.scoring.forward import ForwardOptions, build_batch
 from groupgrad.scoring.gradient_checkpointing import activation_bytes_per_token
 
 SIZES = RunSizes(prompt=10, completion=100, group=4, rows=8, micro_batch=8, on_gpu=False)
+
+
+@pytest.fixture
+def shape(make_model: Any) -> ModelShape:
+    return model_shape("small", make_model().config, half=False)
 
 
 def test_counts_are_those_of_the_model(make_model: Any) -> None:
@@ -119,9 +124,8 @@ def test_wide_models_are_measured_on_narrower_copies(family: str, monkeypatch: p
     assert narrow.all_layers_bytes == pytest.approx(whole.all_layers_bytes, rel=0.1)
 
 
-def test_parts_by_hand(make_model: Any) -> None:
+def test_parts_by_hand(shape: ModelShape) -> None:
     """Adam holds two float32 numbers a parameter, and each prompt counts once a group."""
-    shape = model_shape("small", make_model().config, half=False)
     memory, count = predict(shape, SIZES), shape.parameters
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * count, 8 * count)
     assert memory.keys_values == (8 * 100 + 2 * 10) * 64 * 4
@@ -143,9 +147,8 @@ def test_parts_by_hand(make_model: Any) -> None:
     assert quantized.scratch - lora.scratch == 4 * 32 * shape.text.intermediate_size
 
 
-def test_shards_by_hand(make_model: Any) -> None:
+def test_shards_by_hand(shape: ModelShape) -> None:
     """FSDP 2 on 4 devices: a quarter of everything, what is gathered, and for sampling a whole copy."""
-    shape = model_shape("small", make_model().config, half=False)
     count, layer = shape.parameters, shape.layer_parameters
     outside = count - 2 * layer
     assert outside > 0
@@ -182,16 +185,14 @@ BYTES: list[tuple[dict[str, Any], dict[str, int]]] = [
 copies, and ZeRO 1 and 2 have whole gradients at first."""
 
 
-def test_bytes_of_a_parameter_by_hand(make_model: Any) -> None:
-    shape = model_shape("small", make_model().config, half=False)
+def test_bytes_of_a_parameter_by_hand(shape: ModelShape) -> None:
     for changes, expected in BYTES:
         memory = predict(shape, replace(SIZES, **{"weight_bytes": 2, **changes}))
         found = {name: getattr(memory, name) / shape.parameters for name in expected}
         assert found == expected, changes
 
 
-def test_buffers_of_zero3_are_those_of_its_settings(make_model: Any) -> None:
-    shape = model_shape("small", make_model().config, half=False)
+def test_buffers_of_zero3_are_those_of_its_settings(shape: ModelShape) -> None:
     sizes = replace(SIZES, devices=2, on_gpu=True, sharding="zero3")
     count, default, plain = shape.parameters, predict(shape, sizes), predict(shape, replace(SIZES, on_gpu=True))
     assert default.scratch - plain.scratch == 4 * (5 * 10**8 + count)
@@ -218,12 +219,11 @@ def test_a_pass_on_a_cpu_is_cut_between_groups() -> None:
     assert pass_sizes(replace(sizes, on_gpu=True), 512) == [64 * 300 + 16 * 10]
 
 
-def test_long_rows_of_a_group_are_cut_where_their_prompt_costs_little(make_model: Any) -> None:
+def test_long_rows_of_a_group_are_cut_where_their_prompt_costs_little(shape: ModelShape) -> None:
     """Four completions of 1,000 tokens: two passes of 2,010, the second beside the gradients of the first."""
     sizes = replace(SIZES, micro_batch=4, completion=1000)
     assert pass_sizes(sizes, 512) == [2010, 2010]
     assert pass_sizes(replace(sizes, prompt=900), 512) == [4900], "two prompts would cost more than 5 % more"
-    shape = model_shape("small", make_model().config, half=False)
     sizes = replace(sizes, completion=8000)  # the narrow model's passes have up to 16,384 tokens
     cut, one = predict(shape, sizes), predict(shape, replace(sizes, micro_batch=2))
     # A pass of two whole rows has 16,010 tokens; with rows that end earlier it may have as many as the limit.
@@ -241,9 +241,8 @@ def test_groups_that_end_early_share_a_pass_on_a_cpu(make_model: Any) -> None:
     assert memory.activations == int(2048 * (shape.all_layers_bytes + shape.other_bytes)) + count
 
 
-def test_devices_that_train_rows_together_divide_their_tokens(make_model: Any) -> None:
+def test_devices_that_train_rows_together_divide_their_tokens(shape: ModelShape) -> None:
     """Each makes a pass for the micro-batch of every one of them, with a fourth of its tokens."""
-    shape = model_shape("small", make_model().config, half=False)
     sizes = replace(SIZES, context_parallel_size=4, devices=4, on_gpu=True)
     assert pass_sizes(sizes, 512) == [205] * 4
     cut, alone = predict(shape, sizes), predict(shape, replace(SIZES, on_gpu=True))
@@ -269,8 +268,7 @@ def test_the_largest_weight_decides_what_an_update_takes(make_model: Any) -> Non
     assert predict(shape, replace(SIZES, optimizer="adafactor", adapter="lora")).update == 0
 
 
-def test_the_choice_fits_and_a_smaller_device_changes_it(make_model: Any) -> None:
-    shape = model_shape("small", make_model().config, half=False)
+def test_the_choice_fits_and_a_smaller_device_changes_it(shape: ModelShape) -> None:
     roomy = recommended(choices(shape, SIZES, 10**9))
     assert roomy is not None and (roomy.name, roomy.sizes.micro_batch) == ("full", 8)
     least = smallest_device(shape, SIZES)
