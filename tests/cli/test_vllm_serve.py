@@ -87,24 +87,6 @@ def test_without_vllm_the_command_says_how_to_install_it(
     assert "run `pip install 'groupgrad[vllm]'`" in capsys.readouterr().err
 
 
-def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[list[str]] = []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(os, "execv", lambda path, command: called.append([path, *command]))
-    monkeypatch.setattr(vllm_serve, "check_port", lambda arguments: ("127.0.0.1", 8000))
-
-    main(["--model", "m"])
-
-    (command,) = called
-    assert command[:5] == [sys.executable, sys.executable, "-m", "groupgrad.integrations.vllm.serve_command", "serve"]
-    assert command[5:] == [
-        "m",
-        *ADDED,
-        *["--weight-transfer-config", '{"backend": "groupgrad"}'],
-        *["--middleware", "groupgrad.integrations.vllm.server.Routes"],
-    ]
-
-
 @pytest.mark.parametrize("form", [["--port", "{}"], ["--port={}"], ["--host", "127.0.0.1", "--port", "{}"]])
 def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded(
     form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -138,7 +120,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], str
     """`serve(*options)`: the command that would run, and the key in its environment."""
     ran: list[list[str]] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(os, "execv", lambda path, command: ran.append(command) or 0)
+    monkeypatch.setattr(os, "execv", lambda path, command: ran.append([path, *command]) or 0)
 
     def run(*options: str) -> tuple[list[str], str]:
         with socket.socket() as probe:
@@ -156,6 +138,16 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], str
 
 def port_of(command: list[str]) -> int:
     return int(command[command.index("--port") + 1])
+
+
+def test_the_process_becomes_vllms_server(serve: Callable[..., Any]) -> None:
+    command, _ = serve()
+    assert command == [
+        *(sys.executable, sys.executable, "-m", "groupgrad.integrations.vllm.serve_command", "serve"),
+        *("m", "--port", str(port_of(command)), *ADDED),
+        *("--weight-transfer-config", '{"backend": "groupgrad"}'),
+        *("--middleware", "groupgrad.integrations.vllm.server.Routes"),
+    ]
 
 
 def test_without_a_key_one_is_made_printed_and_stored_for_this_user(

@@ -46,11 +46,7 @@ VARIATIONS: dict[str, dict] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def make(**settings) -> GRPOConfig:

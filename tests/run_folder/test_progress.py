@@ -180,13 +180,12 @@ def test_without_a_bar_there_is_one_plain_line_a_log(monkeypatch, reason):
 
 
 def draw_a_run_that_is_left() -> None:
-    args, state = SimpleNamespace(disable_tqdm=False), run_state()
-    progress = ProgressCallback()
-    progress.on_train_begin(args, state, None)
+    state = run_state()
+    progress = begun(state)
     progress.set_phase("sampling")
     state.global_step = 2
-    progress.on_step_end(args, state, None)
-    progress.on_log(args, state, None, logs={"loss": 0.0, "reward": 0.5})
+    progress.on_step_end(ARGS, state, None)
+    progress.on_log(ARGS, state, None, logs=LOGS)
     progress.set_phase("training")
 
 
