@@ -199,3 +199,15 @@ def make_agents(make_trainer: Any, make_model: Any, tokenizer: Any) -> Callable[
         return make_trainer({**settings, **(config or {})}, **{**defaults, **arguments})
 
     return make
+
+
+@pytest.fixture
+def train_agents(make_agents: Any) -> Callable[..., tuple[GRPOTrainer, dict[str, float]]]:
+    """`train_agents(config, **arguments)`: such a trainer that has trained, and the log of its first step."""
+
+    def train(config: dict[str, Any] | None = None, **arguments: Any) -> tuple[GRPOTrainer, dict[str, float]]:
+        trainer = make_agents(config, **arguments)
+        trainer.train()
+        return trainer, trainer.state.log_history[0]
+
+    return train

@@ -73,16 +73,12 @@ def longer(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 # --- rewards, counts and options ---
 
 
-def test_an_environments_own_reward_needs_no_function(make_agents: Any, calling: Any) -> None:
+def test_an_environments_own_reward_needs_no_function(train_agents: Any, calling: Any) -> None:
     calling(lambda n: call("add", step=n))
-    trainer = make_agents(environment_factory=Counter)
-    trainer.train()
-    log = trainer.state.log_history[0]
+    trainer, log = train_agents(environment_factory=Counter)
     assert log["rewards/Counter/mean"] == log["reward"] > 0
     assert trainer.rewards.names == ["Counter"]
-    with_function = make_agents({"reward_weights": [0.5]}, environment_factory=Counter, reward_funcs=longer)
-    with_function.train()
-    log = with_function.state.log_history[0]
+    _, log = train_agents({"reward_weights": [0.5]}, environment_factory=Counter, reward_funcs=longer)
     assert log["reward"] == pytest.approx(0.5 * log["rewards/longer/mean"] + log["rewards/Counter/mean"])
 
 
@@ -143,11 +139,9 @@ def test_rows_come_in_waves_to_an_engine_that_samples_whole_batches(
     assert engine.rows_of_calls == [16, 16, 16]
 
 
-def test_tool_tokens_are_not_counted(make_agents: Any, calling: Any) -> None:
+def test_tool_tokens_are_not_counted(train_agents: Any, calling: Any) -> None:
     engine = calling(lambda n: call("increment", step=n))
-    trainer = make_agents(tools=[increment], reward_funcs=longer)
-    trainer.train()
-    log = trainer.state.log_history[0]
+    _, log = train_agents(tools=[increment], reward_funcs=longer)
     sampled = [len(call("increment", step=0)) + 1 + len("done") + 1] * 8
     assert log["completions/mean_length"] == sampled[0]
     prompts = [len(r.prompt_ids) for r in engine.asked if "<tool>" not in engine.tokenizer.decode(r.prompt_ids)]
@@ -155,12 +149,10 @@ def test_tool_tokens_are_not_counted(make_agents: Any, calling: Any) -> None:
     assert '"function": {"name": "increment"' in engine.tokenizer.decode(engine.asked[0].prompt_ids)
 
 
-def test_tool_calling_iterations_have_a_limit(make_agents: Any, calling: Any) -> None:
+def test_tool_calling_iterations_have_a_limit(train_agents: Any, calling: Any) -> None:
     calling(lambda n: call("increment", step=n), num_calls=9)
     config = {"max_tool_calling_iterations": 2, "mask_truncated_completions": True, "max_completion_length": 500}
-    trainer = make_agents(config, tools=[increment], reward_funcs=longer)
-    trainer.train()
-    log = trainer.state.log_history[0]
+    _, log = train_agents(config, tools=[increment], reward_funcs=longer)
     assert log["rollouts/turns"] == 3.0
     assert log["rollouts/tool_limit"] == log["completions/clipped_ratio"] == 1.0
     assert log["grad_norm"] == 0.0

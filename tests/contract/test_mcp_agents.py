@@ -76,7 +76,7 @@ class Counting(mcp_environment(COMMAND, names=NAMES)):  # type: ignore[misc]
         return float((await self._call("add", step=0)).split()[-1])
 
 
-def test_each_rollout_has_a_server_of_its_own(make_agents: Any, calling: Any) -> None:
+def test_each_rollout_has_a_server_of_its_own(train_agents: Any, calling: Any) -> None:
     engine = calling(lambda n: call("add", step=n), num_calls=2)
     counts: list[list[int]] = []
 
@@ -85,11 +85,9 @@ def test_each_rollout_has_a_server_of_its_own(make_agents: Any, calling: Any) ->
         counts.extend([int(text.split()[-1]) for text in texts] for texts in replies)
         return [0.0] * len(completions)
 
-    trainer = make_agents(
+    _, log = train_agents(
         {"max_completion_length": 400}, environment_factory=Counting, train_dataset=ROWS, reward_funcs=counted
     )
-    trainer.train()
-    log = trainer.state.log_history[0]
     assert len(counts) == 8 and all(10 <= first <= second <= first + 4 <= 18 for first, second in counts)
     assert log["tools/failure_frequency"] == 0.0
     assert log["rewards/Counting/mean"] == pytest.approx(sum(second for _, second in counts) / 8)

@@ -54,7 +54,7 @@ def walk(serve: Any) -> str:
     return serve()
 
 
-def test_rollouts_have_sessions_and_the_rewards_of_their_steps(make_agents: Any, calling: Any, walk: str) -> None:
+def test_rollouts_have_sessions_and_the_rewards_of_their_steps(train_agents: Any, calling: Any, walk: str) -> None:
     engine = calling(lambda n: call("step", by=n + 1), num_calls=2)
     replies: list[list[str]] = []
 
@@ -63,11 +63,9 @@ def test_rollouts_have_sessions_and_the_rewards_of_their_steps(make_agents: Any,
         return [None] * len(completions)
 
     made = openenv_environment(walk, description="Go some way.", reset_columns=["start"])
-    trainer = make_agents(
+    _, log = train_agents(
         {"max_completion_length": 400}, environment_factory=made, train_dataset=ROWS, reward_funcs=seen
     )
-    trainer.train()
-    log = trainer.state.log_history[0]
     first = engine.tokenizer.decode(engine.asked[0].prompt_ids)
     assert '{"place": 4, "note": "Go to 10."}' in first and '"description": "Go some way."' in first
     assert '"by": {"description": "How far to go."' in first and "metadata" not in first
@@ -76,19 +74,15 @@ def test_rollouts_have_sessions_and_the_rewards_of_their_steps(make_agents: Any,
     assert log["rewards/OpenEnvEnvironment/mean"] == pytest.approx(sum(end - 4 for end in ends) / 80)
 
 
-def test_an_episode_that_is_over_takes_no_steps(make_agents: Any, calling: Any, walk: str) -> None:
+def test_an_episode_that_is_over_takes_no_steps(train_agents: Any, calling: Any, walk: str) -> None:
     calling(lambda n: call("step", by=10), num_calls=2)
-    trainer = make_agents({"max_completion_length": 400}, environment_factory=openenv_environment(walk))
-    trainer.train()
-    log = trainer.state.log_history[0]
+    _, log = train_agents({"max_completion_length": 400}, environment_factory=openenv_environment(walk))
     assert log["tools/failure_frequency"] == 0.5 and log["rewards/OpenEnvEnvironment/mean"] == 1.0
 
 
-def test_late_steps_have_no_reward(make_agents: Any, calling: Any, walk: str) -> None:
+def test_late_steps_have_no_reward(train_agents: Any, calling: Any, walk: str) -> None:
     calling(lambda n: call("step", by=1, wait_s=20 if n < 3 else 0.0))
-    trainer = make_agents({"tool_timeout_s": 1.0}, environment_factory=openenv_environment(walk))
-    trainer.train()
-    log = trainer.state.log_history[0]
+    _, log = train_agents({"tool_timeout_s": 1.0}, environment_factory=openenv_environment(walk))
     assert 0 < log["tools/timeouts"] < 1
     assert log["rewards/OpenEnvEnvironment/mean"] == pytest.approx(0.1 * (1 - log["tools/timeouts"]))
 
