@@ -192,15 +192,6 @@ def test_a_new_adapter_is_that_of_the_seed(
     assert not torch.equal(found[0], found[2])
 
 
-def test_quantization_config_twice(model_dir: Path, make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match=r"quantization_config is given both as an argument and in model_init_kwargs"):
-        make_trainer(
-            {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}},
-            model=str(model_dir),
-            quantization_config={"load_in_4bit": True},
-        )
-
-
 # --- reward_funcs, reward_processing_classes ---
 
 
