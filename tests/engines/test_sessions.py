@@ -356,9 +356,7 @@ STORED = [3 + i % 40 for i in range(80)]
     ],
     ids=["longer", "shorter", "apart", "enough in common", "little in common", "recurrent"],
 )
-def test_what_a_stored_prompt_begins_with_too_is_copied(
-    name: str, prompt: list[int], num_computed: int, build
-):
+def test_what_a_stored_prompt_begins_with_too_is_copied(name: str, prompt: list[int], num_computed: int, build):
     model = make_hybrid("qwen3_next") if name == "hybrid" else build(name)
     engine = NativeEngine(model)
     requests = [Request(STORED, 3, 6, keep=True), Request([9, *STORED], 4, 6, keep=True), Request(prompt, 5, 6)]

@@ -18,7 +18,7 @@ from groupgrad.scoring import block_attention
 from groupgrad.scoring import flex_attention as flex
 from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.flex_attention import attend_flex, is_usable
-from groupgrad.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
 from groupgrad.scoring.layout import flat_layout
 
 CPU = torch.device("cpu")
