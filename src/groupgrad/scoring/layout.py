@@ -79,7 +79,7 @@ def dense_inputs(batch: Batch, pad_id: int, *, aux_loss: bool) -> ForwardInputs:
     return ForwardInputs(to_device(ids, device), batch.row_of_token, to_device(predictors, device), arguments)
 
 
-def flat_inputs(batch: Batch, *, shared_prompts: bool, shared_prefixes: bool, aux_loss: bool) -> ForwardInputs:
+def flat_inputs(batch: Batch, *, shared_prompts: bool, shared_prefixes: bool = False, aux_loss: bool) -> ForwardInputs:
     """All rows end to end, with each distinct prompt once (`shared_prompts`) or once per row.
 
     The auxiliary loss counts the tokens of every prompt, so there no prompt is a part of another.
