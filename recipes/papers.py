@@ -50,6 +50,8 @@ TRIES = 16
 """Answers to each held-out prompt: pass@1 and pass@16 are over these."""
 JOBS = 2
 """Arms that are trained side by side."""
+AT_EQUAL_PASS_1 = "pass@16 at equal pass@1"
+"""The measure that is read off curves; the others are those of the last evaluation."""
 NOISE = 0.02
 """Standard deviation of the noise on the sampler's weights, in that of each weight tensor."""
 TURNS, LAST = 10, 9
@@ -65,7 +67,8 @@ class Model(NamedTuple):
     held_out: int
     """Held-out prompts."""
     evaluations: int
-    """At equal parts of an arm's tokens, after the one at its start."""
+    """Of arms whose curves are compared: at equal parts of the tokens, after the one at the start. Others have the
+    last one alone."""
     reward: Any
     settings: dict[str, Any]
     rows: float = 1.0
@@ -99,7 +102,7 @@ MODELS = {
         "and rewarded if the last number of its answer is right.",
         seeds=3,
         held_out=24,
-        evaluations=3,
+        evaluations=2,
         reward=pretrained.last_number_is_right,
         settings={
             "per_device_train_batch_size": 32,
@@ -143,6 +146,10 @@ class Study:
     noisy: bool = False
     """The sampler's weights have noise, as those of another engine or precision have."""
 
+    @property
+    def compares_curves(self) -> bool:
+        return self.measure == AT_EQUAL_PASS_1
+
 
 STUDIES: dict[str, Study] = {
     "dppo": Study(
@@ -160,7 +167,7 @@ STUDIES: dict[str, Study] = {
             "maxrl": {"loss_type": "dr_grpo", "advantage_estimator": "maxrl"},
             "group": {"loss_type": "dr_grpo", "scale_rewards": "none"},
         },
-        "pass@16 at equal pass@1",
+        AT_EQUAL_PASS_1,
         tokens=500_000,
         warm_up=150,
     ),
@@ -175,7 +182,7 @@ STUDIES: dict[str, Study] = {
             },
             "group": {"loss_type": "dr_grpo", "scale_rewards": "none"},
         },
-        "pass@16 at equal pass@1",
+        AT_EQUAL_PASS_1,
         tokens=500_000,
         warm_up=150,
     ),
@@ -228,14 +235,14 @@ class Spent(TrainerCallback):
     """Evaluates at equal parts of the tokens that a run may spend, and ends it with them."""
 
     def __init__(self, tokens: int, evaluations: int) -> None:
-        self.tokens, self.part = tokens, tokens / evaluations
+        self.left = [tokens * number / evaluations for number in range(1, evaluations + 1)]
         self.curve: list[dict[str, float]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % args.steps_per_generation_resolved == 0:
-            spent = state.num_input_tokens_seen
-            control.should_evaluate = spent >= self.part * len(self.curve)
-            control.should_training_stop = spent >= self.tokens
+            while self.left and state.num_input_tokens_seen >= self.left[0]:
+                control.should_evaluate, self.left = True, self.left[1:]
+            control.should_training_stop = not self.left
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
         point = {"tokens": state.num_input_tokens_seen, "length": metrics["eval_completions/mean_length"]}
@@ -348,7 +355,7 @@ def make_config(name: str, arm: Arm, num_held_out: int, folder: Path) -> GRPOCon
         "lr_scheduler_type": "constant",
         "eval_strategy": "steps",
         "eval_steps": 1_000_000,
-        "eval_on_start": True,
+        "eval_on_start": study.compares_curves,
         "per_device_eval_batch_size": TRIES * num_held_out,
         "eval_sampling": {"num_generations": TRIES},
         "eval_k": [1, TRIES],
@@ -363,7 +370,8 @@ def train(name: str, arm: Arm, tokens: int | None, folder: Path) -> dict[str, An
     study, shared, started = STUDIES[arm.study], MODELS[name], time.perf_counter()
     model, tokenizer = base(name, arm.seed, study.warm_up)
     train_set, held_out = data(name, study, arm.seed)
-    spent = Spent(tokens or shared.tokens or study.tokens, shared.evaluations)
+    evaluations = shared.evaluations if study.compares_curves else 1
+    spent = Spent(tokens or shared.tokens or study.tokens, evaluations)
     trainer = Measured(
         model=copy.deepcopy(model),
         reward_funcs=reached if study.walks else shared.reward,
@@ -395,7 +403,7 @@ def pairs(name: str, results: Mapping[Arm, dict[str, Any]], seeds: int) -> list[
     found = []
     for seed in range(seeds):
         both = [results[Arm(name, label, seed)] for label in study.arms]
-        if study.measure == "pass@16 at equal pass@1":
+        if study.compares_curves:
             level = min(max(point["pass@1"] for point in result["curve"]) for result in both)
             found.append(tuple(at_level(result["curve"], level) for result in both))
         else:
