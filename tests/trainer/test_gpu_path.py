@@ -64,7 +64,8 @@ def test_training_samples_by_the_direct_form(fields, steps, make_gpu_trainer, tm
         assert trainer.args.bf16  # the default
         # The start-up's trial came before accelerate's forward method; let the run compare the forms anew.
         trainer.engine._fingerprint = ()
-        steps.update(direct=0, modules=0)
+        for computed in steps.values():
+            computed.clear()
         trainer.train()
         logged = trainer.state.log_history[0]
     assert not said_by_engines(caplog)
@@ -133,7 +134,7 @@ def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps,
         compute = DirectModel.__call__
         patch.setattr(DirectModel, "__call__", lambda *arguments: compute(*arguments) + shift)
         trainer.engine._fingerprint = ()
-        steps.update(modules=0)
+        steps["modules"].clear()
         trainer.train()
     assert (len(steps["modules"]) == 1) == (shift == 0.02)
 
