@@ -115,9 +115,6 @@ class Hooks(TRLNames, Trainer):
     plan: GenerationPlan
     trial: Any = None
     """The trial of a hyperparameter search that is under way, whose run has a folder of its own."""
-    saves: Saves
-    resume: Resume
-    stops: Stops
     _told_of_best_metric = False
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
@@ -127,7 +124,6 @@ class Hooks(TRLNames, Trainer):
     progress: ProgressCallback
     finite_steps: FiniteSteps
     signal_watch: LearningSignalWatch | None
-    recorder: RunRecorder
     on_experience: Callable[[Experience], None] | None = None
     """Is called with each generation batch of training, once it is scored."""
     _step_log: StepLog
