@@ -477,10 +477,11 @@ def render(model: Model, results: Mapping[Arm, dict[str, Any]], names: Sequence[
         )
         rows.append(f"| {' | '.join(cells)} |")
     shown = sum(judge(name, results, seeds).word == "shown" for name in names)
+    each = "" if model.tokens is None else f", {model.tokens:,} an arm"
     return (
         f"# What papers claim, on {model.title}\n\n"
         f"`make {model.page}` trains the two arms of each claim with {seeds} seeds, from the same weights, on the\n"
-        f"same prompts, at equal tokens. {model.about}\n\n"
+        f"same prompts, at equal tokens{each}. {model.about}\n\n"
         f"pass@1 and pass@{TRIES} are over {TRIES} answers to each held-out prompt, at temperature 1. A claim is\n"
         "shown if the paired difference over the seeds has its sign, with p < 0.05 (Student's t, two-sided; ± is its\n"
         f"95 % interval). {shown} of {len(names)} are. What is not shown at this size may hold at the paper's, and\n"

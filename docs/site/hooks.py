@@ -27,6 +27,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     "recipes/README.md": "recipes/index.md",
     "recipes/papers.md": "recipes/papers.md",
+    "recipes/papers-real.md": "recipes/papers-real.md",
     **{f"recipes/{path.stem}.md": f"recipes/{path.stem}.md" for path in (ROOT / "recipes").glob("*.yaml")},
     **{f"bench/{path.name}": f"bench/{path.name}" for path in (ROOT / "bench").glob("*.md")},
     **{

@@ -212,6 +212,10 @@ def test_every_request_has_its_own_budget(make_model):
     assert all(s.finish_reason == "length" for s in actual)
 
 
+def test_nothing_asked_nothing_sampled(build):
+    assert sample(build("qwen3"), []) == []
+
+
 # ------------------------------------------------------------------------------------------- further options
 
 
