@@ -4,8 +4,9 @@
 
 SmolLM2-135M-Instruct samples. An async program talks to the address through the `openai` client, all sessions at once;
 beside it, in turn, coroutines of the same engine sample the very same tokens: seeds, messages and limits are equal, and
-so are the ids, which is checked. The columns: seconds of both, their ratio, milliseconds more for each request, and how
-much of the processor's time the program with its client took for each request, and the server.
+so are the ids, which is checked. The columns: seconds of both, their ratio, milliseconds more for each request, how
+much of the processor's time the program with its client took for each request, and the server, and the decode steps of
+both: requests that come back one after the other share fewer of them.
 """
 
 from __future__ import annotations
@@ -97,13 +98,17 @@ def measure(rollouts: ProgramRollouts, count: int, options: argparse.Namespace) 
     """A row of the table."""
     seconds: dict[str, list[float]] = {"address": [], "beside": []}
     threads: dict[str, list[float]] = {"async-functions": [], "agent-address": []}
+    engine: Any = rollouts.engine
+    steps: dict[str, int] = {}
     for number in range(options.repetitions + 1):
         request = GenerationRequest({0: {"number": 0}}, range(count), count, count, "train", number, 0)
         before = [processor_seconds(name) if number else 0.0 for name in threads]
         began = time.perf_counter()
         over_address = [rollout.completion_ids for rollout in rollouts(request)]
         middle = time.perf_counter()
+        steps["address"] = engine.statistics.num_steps
         assert over_address == beside(rollouts, request, options), "the address sampled other tokens"
+        steps["beside"] = engine.statistics.num_steps
         if number:  # the first warms up
             for start, (name, values) in zip(before, threads.items()):
                 values.append(processor_seconds(name) - start)
@@ -122,6 +127,7 @@ def measure(rollouts: ProgramRollouts, count: int, options: argparse.Namespace) 
         f"{(address - without) * to_ms:.2f}",
         program,
         server,
+        f"{steps['address']} / {steps['beside']}",
     ]
 
 
@@ -135,7 +141,8 @@ def main() -> None:
     options = parser.parse_args()
     rollouts = make_rollouts(options)
     rows = [measure(rollouts, count, options) for count in (1, options.sessions)]
-    header = ["sessions", "address, s", "beside, s", "ratio", "ms a request more", "ms of the program", "of the server"]
+    header = ["sessions", "address, s", "beside, s", "ratio", "ms a request more"]
+    header += ["ms of the program", "of the server", "decode steps"]
     print(table(header, rows))
     rollouts.close()
 
