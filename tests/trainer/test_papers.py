@@ -82,7 +82,7 @@ def test_an_arm_trains(papers: Any, name: str, tmp_path: Path, monkeypatch: pyte
     label = next(iter(papers.STUDIES[name].arms))
     result = papers.train("tiny", papers.Arm(name, label, 0), 6_000, tmp_path)
     curve = result["curve"]
-    assert curve[0]["tokens"] == 0 and curve[-1]["tokens"] >= 6_000
+    assert len(curve) == 1 and curve[0]["tokens"] >= 6_000  # no curves are compared, so the last evaluation is enough
     assert all(0 <= one["pass@1"] <= one["pass@16"] <= 1 and one["entropy"] > 0 for one in curve)
     if name == "gigpo":
         assert result["last"]["length"] > 1 and any(one["pass@16"] > 0 for one in curve)
