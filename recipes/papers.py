@@ -99,7 +99,8 @@ MODELS = {
     "real": Model(
         "SmolLM2-135M-Instruct",
         'The model is that of `groupgrad demo`, SmolLM2-135M-Instruct, which is asked "What is 47 +\n36?" and the like '
-        "and rewarded if the last number of its answer is right.",
+        "and rewarded if the last number of its answer is right. The claim about turns is left out: a turn\nof its "
+        "walk is one character of the tiny model's. Three seeds tell large differences alone.",
         seeds=3,
         held_out=24,
         evaluations=2,
