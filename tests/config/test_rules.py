@@ -393,6 +393,7 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, tmp_path, monkeyp
             {"loss_type": "vespo", "importance_sampling_level": "sequence"},
             "is defined for importance_sampling_level='token'",
         ),
+        ({"loss_type": "dppo_kl", "importance_sampling_level": "sequence"}, "loss_type='dppo_kl' is defined for"),
         ({"importance_sampling_level": "sequence"}, "loss_type='dapo'"),
         ({"delta": 1.1}, "not above 1 [+] epsilon=1.2"),
         ({"vllm_mode": "server"}, r"vllm_mode='server' \(use_vllm is False\)"),

@@ -11,7 +11,7 @@ import torch
 from loss_batches import loss_and_gradient, make_batch, make_scores
 from own_loss import METHOD, Settings
 
-from groupgrad.objectives import LOSSES, PolicyOptions, StepTotals, find_method, policy_loss
+from groupgrad.objectives import ESTIMATORS, LOSSES, MASKS, PolicyOptions, StepTotals, find_method, policy_loss
 from groupgrad.objectives.methods.dppo_kl import binary_kl
 
 
@@ -90,12 +90,27 @@ def test_what_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "losses_of_mine.absent" not in sys.modules
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "gmpo"])
+def test_with_one_step_a_batch_a_loss_is_the_plain_policy_gradient(loss_type: str):
+    """Every ratio is 1, so the gradient of a log-prob is minus the advantage, over the loss's denominator."""
+    logprobs = [[math.log(0.5), math.log(0.1)], [math.log(0.9), math.log(0.3)]]
+    _, gradient = under(loss_type, logprobs, [1.0, -2.0], old=logprobs)
+    denominator = -1 / gradient[0]
+    assert denominator > 0 and gradient == pytest.approx([-1 / denominator] * 2 + [2 / denominator] * 2, rel=1e-6)
+
+
 def test_settings_are_checked():
     assert METHOD.make_settings({"factor": 2.0}) == Settings(2.0)
     with pytest.raises(ValueError, match=r"loss_settings has 'factr', but it has factor; did you mean 'factor'\?"):
         METHOD.make_settings({"factr": 2.0})
     with pytest.raises(ValueError, match="loss_settings has factor=-1"):
         METHOD.make_settings({"factor": -1})
+    with pytest.raises(ValueError, match="loss_settings has factor='2', which is no number"):
+        METHOD.make_settings({"factor": "2"})
+    with pytest.raises(ValueError, match=r"advantage_settings has k=4\.0, which is no whole number"):
+        ESTIMATORS["pass_at_k"].make_settings({"k": 4.0})
+    with pytest.raises(ValueError, match="off_policy_mask_settings has level=True, which is no text"):
+        MASKS["k1"].make_settings({"level": True})
     with pytest.raises(ValueError, match="loss_settings has 'x', but this loss_type has none"):
         LOSSES["grpo"].make_settings({"x": 1})
     for name in ("dppo_tv", "dppo_kl", "gmpo"):

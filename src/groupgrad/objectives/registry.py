@@ -12,6 +12,13 @@ from groupgrad.spelling import did_you_mean
 
 T = TypeVar("T")
 
+_KINDS: dict[type[Any], tuple[str, tuple[type[Any], ...]]] = {
+    float: ("number", (int, float)),
+    int: ("whole number", (int,)),
+    str: ("text", (str,)),
+}
+"""Type of a setting's default -> what its value must be, in words and types."""
+
 
 @dataclass(slots=True, frozen=True)
 class Registry(Generic[T]):
@@ -59,9 +66,12 @@ def make_settings(settings: type[Any] | None, values: Mapping[str, Any], *, opti
 
     `option` is where the values are set, `owner` the option that names the definition.
     """
-    names = [] if settings is None else [field.name for field in fields(settings)]
-    for name in values:
-        if name not in names:
-            known = f"it has {', '.join(names)}" if names else f"this {owner} has none"
-            raise ValueError(f"{option} has {name!r}, but {known}{did_you_mean(name, names, before='; ')}")
+    defaults = {} if settings is None else {field.name: field.default for field in fields(settings)}
+    for name, value in values.items():
+        if name not in defaults:
+            known = f"it has {', '.join(defaults)}" if defaults else f"this {owner} has none"
+            raise ValueError(f"{option} has {name!r}, but {known}{did_you_mean(name, list(defaults), before='; ')}")
+        kind, allowed = _KINDS.get(type(defaults[name]), ("", (object,)))
+        if not isinstance(value, allowed) or (kind and isinstance(value, bool)):
+            raise ValueError(f"{option} has {name}={value!r}, which is no {kind}")
     return None if settings is None else settings(**values)

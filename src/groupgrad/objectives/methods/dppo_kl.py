@@ -24,4 +24,11 @@ def binary_kl(policy: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
     return sampler * (sampler / policy).log() + (1 - sampler) * ((1 - sampler) / (1 - policy)).log()
 
 
-METHOD = Method(masked(binary_kl), "token_mean", settings=Settings, folds_mismatch=True, metrics=("dppo/masked_mean",))
+METHOD = Method(
+    masked(binary_kl),
+    "token_mean",
+    level="token",
+    settings=Settings,
+    folds_mismatch=True,
+    metrics=("dppo/masked_mean",),
+)

@@ -68,5 +68,10 @@ def masked(divergence: Divergence) -> Callable[[PolicyTerms, PolicyOptions], Tok
 
 
 METHOD = Method(
-    masked(total_variation), "token_mean", settings=Settings, folds_mismatch=True, metrics=("dppo/masked_mean",)
+    masked(total_variation),
+    "token_mean",
+    level="token",
+    settings=Settings,
+    folds_mismatch=True,
+    metrics=("dppo/masked_mean",),
 )
