@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer
 
+from groupgrad import GRPOTrainer
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.scoring.layout import dense_inputs, flat_inputs
+from groupgrad.trainer import hooks
 from groupgrad.types import Prompt, Rollout
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -52,3 +55,9 @@ def test_its_layouts_have_the_tokens_that_the_page_counts() -> None:
     assert len(flat_inputs(batch, shared_prompts=True, aux_loss=False).ids) == int(num_prompt) + int(num_completion)
     rows, width = re.findall(r"a padded one would see (\d+) rows of (\d+)", PAGE)[0]
     assert dense_inputs(batch, 0, aux_loss=False).ids.shape == (int(rows), int(width))
+
+
+def test_the_table_of_hooks_names_every_hook() -> None:
+    named = set(re.findall(r"\w+", hooks.__doc__ or ""))
+    overridden = {name for of in (hooks.Hooks, GRPOTrainer) for name in vars(of) if name in vars(Trainer)}
+    assert {name for name in overridden if not name.startswith("__")} <= named

@@ -3,22 +3,29 @@
     hook                                         what we do                           why
     create_accelerator_and_postprocess           hides FSDP from accelerate           the model is sharded already
     train                                        run folder, watches, signals         a run cannot hang or be lost
+    hyperparameter_search                        each trial from the present weights  some backends drop the model
     _hp_search_setup *                           components of the trial's options    those were of the first trial
     get_train_dataloader *                       keys of micro-batches                batches are sampled, not loaded
     get_optimizer_cls_and_kwargs                 AdamW with stochastic rounding       `Trainer` has none
     _move_model_to_device, _wrap_model           `GradientSync` instead of a wrapper  gradients are averaged once a step
-    _load_from_checkpoint to _load_rng_state     `Resume`: verified, by name          a run goes on bit for bit
+    _load_from_checkpoint                        `Resume`: verified, by name          a run goes on bit for bit
+    _issue_warnings_after_load                   missing weights are an error         `Trainer` warns of them
+    _load_optimizer_and_scheduler, _load_scaler  `Resume`: verified, by name          a run goes on bit for bit
+    _load_rng_state                              `Resume`: verified                   a run goes on bit for bit
     _run_epoch                                   no step after the last; signals      `Trainer` would take one more
     get_batch_samples *, training_step *         one optimizer step                   what all the rest is for
     compute_loss *                               `batch_loss`                         a subclass may replace either
-    _clip_grad_norm, _get_grad_norm              norms of shards, finite steps        one bad step ruins the weights
     floating_point_ops, _track_num_input_tokens  true tokens                          nothing is padded
+    _clip_grad_norm, _get_grad_norm              norms of shards, finite steps        one bad step ruins the weights
     log                                          metrics of all ranks                 `Trainer` logs those of one
     _evaluate, _determine_best_metric            nothing measured is not better       `Trainer` ends in a KeyError
-    get_eval_dataloader, evaluation_loop *       sample and score groups              there are no predictions
+    evaluate, predict                            in the run's contexts                they run outside of `train` too
+    get_eval_dataloader, get_test_dataloader     whole groups                         groups are compared
+    evaluation_loop *                            sample and score groups              there are no predictions
     _save_checkpoint, save_model                 `Saves`: aside, then renamed         a checkpoint is whole or not there
     _finalize_training                           end of a save; loss of all ranks     `Trainer` takes this rank's alone
     _load_best_model                             `Resume`                             weights are verified before
+    create_model_card                            the run's own card                   `Trainer` knows no GRPO
 
 Those with a star are overridden in `trainer/trainer.py`, which has what a step computes.
 """
