@@ -37,12 +37,16 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-4, atol: float = 1e-5
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    least: float = 1e-3,
 ) -> None:
-    """Within tolerances, of which `atol` is of the largest number of all."""
+    """Within tolerances, of which `atol` is of the largest number of all; that is above `least`."""
     assert found.keys() == expected.keys()
     scale = max(float(value.abs().max()) for value in expected.values())
-    assert scale > 1e-3
+    assert scale > least
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol * scale, msg=name)
 

@@ -115,7 +115,7 @@ def test_four_ranks_have_the_loss_of_one_whatever_it_sums_over(build: Callable[.
         expected = gradients_of(model, loss)
         for rank in ranks:
             assert rank[number][0] == pytest.approx(value, rel=1e-5, abs=1e-6)
-            assert_same_gradients(rank[number][1], expected)
+            assert_same_gradients(rank[number][1], expected, least=0.0)  # some of a single token
     assert not ranks[0][-1].logprobs.requires_grad
     assert all(torch.equal(rank[-1].logprobs, ranks[0][-1].logprobs) for rank in ranks)
 
