@@ -122,7 +122,10 @@ class Formats:
         """Token ids of a whole conversation or text, at least one; BadRequest if there are none, or wrong ones."""
         if question.text is not None:
             given, size = question.text, len(self.maker.tokenizer)
-            ids = self.maker.token_ids(given) if isinstance(given, str) else given
+            try:
+                ids = self.maker.token_ids(given) if isinstance(given, str) else given
+            except Exception as error:  # a tokenizer may raise anything, for half of a surrogate pair a TypeError
+                raise BadRequest(f"prompt cannot be tokenised: {error}") from error
             if not ids or not all(0 <= token < size for token in ids):
                 raise BadRequest(f"prompt has no token, or one outside of 0 to {size - 1}")
             return list(ids)

@@ -212,6 +212,8 @@ def _message(message: Any) -> dict[str, Any]:
     if reasoning := message.get("reasoning_content"):
         found["reasoning_content"] = str(reasoning)
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise BadRequest("tool_calls of a message is no list")
         found["tool_calls"] = [read_tool_call(call) for call in calls]
     return found
 
