@@ -254,16 +254,16 @@ class NativeSession:
 
         An agent that rewrites its history, or opens a sub-agent, sends a new prompt that begins as an earlier one.
         """
-        most, source = 0, group
-        for other in self._scheduler.groups:
-            if other in new_groups or other.media is not None or group.media is not None:
-                continue
-            if (common := _num_common(group.prompt_ids, other.prompt_ids)) > most:
-                most, source = common, other
-        most = min(most, len(group.prompt_ids) - 1)  # the last token is computed, for the logits after it
-        if most < LEAST_COPIED:
+        # The last token is computed, for the logits after it.
+        most, ids, source = 0, group.prompt_ids[:-1], group
+        if group.media is not None:
             return 0
-        self._cache.prompts.move([(source.slot, group.slot)], most)
+        for other in self._scheduler.groups[: -len(new_groups)]:  # new ones are the last
+            if most < len(ids) and other.media is None:
+                common = _num_common(ids, other.prompt_ids, max(LEAST_COPIED, most + 1))
+                most, source = (common, other) if common else (most, source)
+        if most:
+            self._cache.prompts.move([(source.slot, group.slot)], most)
         return most
 
     def _prefill_prompts(self, groups: list[tuple[Group, int]]) -> None:
@@ -416,9 +416,9 @@ def _start_of_last_pass(group: Group, has_states: bool = False) -> int:
     return 0 if is_image or has_states else last
 
 
-def _num_common(some: list[int], others: list[int]) -> int:
-    """Number of tokens with which both begin; 0 if there are fewer than `LEAST_COPIED`."""
-    low, high = LEAST_COPIED, min(len(some), len(others))
+def _num_common(some: list[int], others: list[int], least: int) -> int:
+    """Number of tokens with which both begin; 0 if there are fewer than `least`."""
+    low, high = least, min(len(some), len(others))
     if high < low or some[:low] != others[:low]:
         return 0
     while low < high:
