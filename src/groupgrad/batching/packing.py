@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from groupgrad.batch import Batch, wholes_of
+from groupgrad.batch import Batch
 from groupgrad.objectives import FORWARD, FORWARD_AND_BACKWARD
 
 # A backward pass costs about two forward passes (arXiv:2001.08361, sec. 2.1).
@@ -39,9 +39,7 @@ def row_costs(batch: Batch, passes: Sequence[int], attention_cost: float = 0.0) 
     """
     completions, prompts = batch.offsets.diff().tolist(), batch.prompt_offsets.diff().tolist()
     for row, branches in enumerate(batch.branches or ()):
-        contexts = dict(enumerate({branch.context for branch in branches}))
-        # A context that begins another one is computed with it.
-        completions[row] += sum(len(contexts[number]) for number in contexts.keys() - wholes_of(contexts))
+        completions[row] += sum(len(branch.context) for branch in branches)
     weights = [_WEIGHTS.get(needed, 0) for needed in passes]
     groups = batch.prompt_of_row.tolist()
 
