@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from groupgrad import dist
-from groupgrad.batch import Batch
+from groupgrad.batch import Batch, wholes_of
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.unwrapping import unwrap
+from groupgrad.scoring.attention import continues_prefixes
 from groupgrad.scoring.forward import ForwardOptions, layout_for, score_tokens
 from groupgrad.scoring.fused_modules import compiled_parts, restore_modules
 from groupgrad.scoring.self_check import random_batch, reversed_prompts
@@ -123,8 +124,12 @@ class CheckpointingByNeed:
 
     def prepare(self, batch: Batch) -> None:
         """Switches gradient checkpointing for a forward pass of the batch. Collective if it `is_joint`."""
-        batch = batch.by_branch()
+        has_branches, batch = batch.branches is not None, batch.by_branch()
         num_tokens = _num_tokens(batch)
+        is_shared = layout_for(self._model, self._options) == "shared" and not self._options.aux_loss
+        if has_branches and is_shared and continues_prefixes(self._model):
+            prompts = dict(enumerate(batch.prompts()))
+            num_tokens -= sum(len(prompts[number]) for number in wholes_of(prompts))  # parts of longer ones
         num_values = _num_image_values(self._model, self._options, batch) if batch.has_images else 0
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
             lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
