@@ -197,7 +197,7 @@ def test_a_whole_batch_waits_for_tools_that_take_less_than_a_call(
         await sample_turn(Request([number], seed=0, max_new_tokens=1))
         await wait_for([later(None, tools_s[number])])
         await sample_turn(Request([number], seed=0, max_new_tokens=1))
-        await wait_for([later(None, 0.3)], samples_next=False)
+        await wait_for([later(None, 0.3)], quick_s=0.0)
 
     engine = SlowEngine(call_s)
     with engine.session(SamplingOptions(1)) as session:
@@ -209,7 +209,7 @@ def test_a_rollout_that_ends_is_not_waited_for() -> None:
     """Another's last wait, for a reward, takes as long as it likes."""
 
     async def ends() -> None:
-        await wait_for([later(None, 2.0)], samples_next=False)
+        await wait_for([later(None, 2.0)], quick_s=0.0)
         ended.append("the wait")
 
     async def samples() -> None:

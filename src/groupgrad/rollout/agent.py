@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -356,14 +357,14 @@ class _Agent:
         if self._handle is None or not self._handle.spec.has_reward:
             return {}
         reward = self._handle.get_reward(self._workers, self._tool_options.timeout_s, self._num_turns)
-        (outcome,) = await self._wait_for([reward], samples_next=False)
+        (outcome,) = await self._wait_for([reward], quick_s=0.0)
         if outcome.error is not None:
             self._problem = str(outcome.error)
             logger.warning("row %d gets no reward of its environment: %s", self._row, self._problem)
         return {self._handle.spec.reward_name: outcome.value}
 
-    async def _wait_for(self, futures: Sequence[Future[Any]], *, samples_next: bool = True) -> list[Any]:
-        wait = await wait_for(futures, samples_next=samples_next)
+    async def _wait_for(self, futures: Sequence[Future[Any]], *, quick_s: float = math.inf) -> list[Any]:
+        wait = await wait_for(futures, quick_s=quick_s)
         self._wait_s += wait.seconds
         self._hidden_s += wait.hidden_s
         return wait.results

@@ -10,6 +10,7 @@ waits for rollouts whose tools answer within the time of a call.
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 import types
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 LEAST_PATIENCE_S = 0.1
 """A wave waits as long for a rollout even if calls of the engine take less, since threads of tools take a moment."""
+
+AT_ONCE_S = 0.05
+"""A wave waits as long for what a program may ask beside something else."""
 
 
 @types.coroutine
@@ -49,7 +53,7 @@ class _Wait:
     """What a rollout waits for."""
 
     futures: Sequence[Future[Any]]
-    samples_next: bool
+    quick_s: float
     began: float
     engine_s: float
     """Seconds that the engine had worked when the wait began."""
@@ -57,13 +61,13 @@ class _Wait:
 
 @types.coroutine
 def wait_for(
-    futures: Sequence[Future[Any]], *, samples_next: bool = True
-) -> Generator[tuple[Sequence[Future[Any]], bool], ToolWait, ToolWait]:
+    futures: Sequence[Future[Any]], *, quick_s: float = math.inf
+) -> Generator[tuple[Sequence[Future[Any]], float], ToolWait, ToolWait]:
     """Waits until all `futures` are done; none of them may raise.
 
-    Without `samples_next` the rollout samples no further turn, so no wave of rows waits for it.
+    A wave of rows waits at most `quick_s` for it; with 0 the rollout samples no further turn.
     """
-    return (yield futures, samples_next)
+    return (yield futures, quick_s)
 
 
 @dataclass(slots=True)
@@ -98,8 +102,8 @@ class Driver(Generic[T]):
             while self._sampling or self._waiting:
                 for index in self._next_answered():
                     self._resume(index, self._end_wait(self._waiting.pop(index)))
-                if self._wave_waits_s() > 0:
-                    continue
+                if self._wave_waits_s() > 0 or not self._answered.empty():
+                    continue  # what has been answered meanwhile may sample in the same call
                 for ticket, sample in self._advance_engine():
                     self._resume(self._sampling.pop(ticket), (ticket, sample))
         finally:
@@ -125,8 +129,8 @@ class Driver(Generic[T]):
             ticket = self.session.submit(awaited)
             self._sampling[ticket], self._last_tickets[index] = index, ticket
             return
-        futures, samples_next = awaited
-        self._waiting[index] = _Wait(futures, samples_next, time.perf_counter(), self.engine_s)
+        futures, quick_s = awaited
+        self._waiting[index] = _Wait(futures, quick_s, time.perf_counter(), self.engine_s)
         for future in futures:
             future.add_done_callback(lambda _: self._answered.put(index))
         if not futures:
@@ -159,8 +163,8 @@ class Driver(Generic[T]):
         """
         if not isinstance(self.session, BatchSession) or not self._sampling:
             return 0.0
-        began = [wait.began for wait in self._waiting.values() if wait.samples_next]
-        return max(0.0, max(began) + self._patience_s - time.perf_counter()) if began else 0.0
+        ends = [wait.began + min(wait.quick_s, self._patience_s) for wait in self._waiting.values() if wait.quick_s]
+        return max(0.0, max(ends) - time.perf_counter()) if ends else 0.0
 
     def _advance_engine(self) -> list[tuple[int, Sample]]:
         if not self._sampling:

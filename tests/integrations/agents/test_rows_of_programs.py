@@ -23,6 +23,7 @@ from starlette.routing import Route
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError, RolloutError
+from groupgrad.integrations.agents import rollouts
 from groupgrad.integrations.agents.server import Address
 from groupgrad.rollout import driver
 from groupgrad.rollout.requests import GenerationRequest
@@ -437,17 +438,25 @@ def test_a_thousand_sessions_are_open_at_once(play: Any) -> None:
     assert most == 1000 and len(found) == 1000 and all(rollout.finish_reason != "error" for rollout in found)
 
 
-def test_whole_batches_wait_for_no_program_that_waits_for_them(make_programs: Any, monkeypatch: Any) -> None:
-    """They wait for programs that have been answered, but not for further requests of those that have not."""
-    monkeypatch.setattr(driver, "LEAST_PATIENCE_S", 30.0)
-    sizes: list[int] = []
+@pytest.fixture
+def sizes(monkeypatch: Any) -> list[int]:
+    """The numbers of rows of the calls of the engine that samples whole batches."""
+    found: list[int] = []
     sample = TransformersEngine.sample
 
     def counted(engine: Any, requests: Any, options: Any) -> Any:
-        sizes.append(len(requests))
+        found.append(len(requests))
         return sample(engine, requests, options)
 
     monkeypatch.setattr(TransformersEngine, "sample", counted)
+    return found
+
+
+def test_whole_batches_wait_for_no_program_that_waits_for_them(
+    make_programs: Any, sizes: list[int], monkeypatch: Any
+) -> None:
+    """They wait for programs that have been answered, but not for further requests of those that have not."""
+    monkeypatch.setattr(driver, "LEAST_PATIENCE_S", 30.0)
 
     async def solve(row: dict[str, Any], session: Any) -> float:
         messages = [user("a")]
@@ -461,6 +470,41 @@ def test_whole_batches_wait_for_no_program_that_waits_for_them(make_programs: An
     began = time.perf_counter()
     trainer.train()
     assert time.perf_counter() - began < 30.0 and sizes == [4, 4, 4]
+
+
+@pytest.mark.parametrize(("num_requests", "n"), [(1, 4), (4, 1)])
+def test_what_a_program_asks_at_once_is_sampled_at_once(
+    make_programs: Any, sizes: list[int], monkeypatch: Any, num_requests: int, n: int
+) -> None:
+    monkeypatch.setattr(driver, "LEAST_PATIENCE_S", 30.0)
+    monkeypatch.setattr(rollouts, "AT_ONCE_S", 2.0)
+
+    async def solve(row: dict[str, Any], session: Any) -> float:
+        create = session.async_openai().chat.completions.create
+        asked = {"model": "m", "messages": [user("a")], "max_tokens": 4, "n": n}
+        await asyncio.gather(*(create(**asked) for _ in range(num_requests)))
+        return 1.0
+
+    trainer, _ = make_programs(solve, rollout_engine="transformers")
+    sizes.clear()
+    trainer.train()
+    assert sizes == [16]
+
+
+def test_a_text_that_cannot_be_tokenised_is_a_bad_request(play: Any) -> None:
+    """Half of a surrogate pair, which JSON can hold."""
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        connection = http.client.HTTPConnection(urlsplit(session.base_url).netloc)
+        headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", '{"model": "m", "prompt": "\\ud800"}', headers)
+        statuses.append(connection.getresponse().status)
+        session.openai().completions.create(model="m", prompt="a", max_tokens=2)
+        return 1.0
+
+    statuses: list[int] = []
+    _, found = play(solve)
+    assert statuses == [400] * 4 and all(rollout.finish_reason != "error" for rollout in found)
 
 
 def test_an_answer_does_not_wait_for_an_acknowledgement() -> None:

@@ -17,7 +17,7 @@ from groupgrad.integrations.agents.rollouts import ProgramRollouts
 from groupgrad.integrations.agents.server import Address, Traffic, late, make_app
 from groupgrad.integrations.agents.session import Asking, Questions
 from groupgrad.integrations.agents.wire import BadRequest, Question
-from groupgrad.rollout.driver import Driver, sample_turn, wait_for
+from groupgrad.rollout.driver import AT_ONCE_S, Driver, sample_turn, wait_for
 from groupgrad.rollout.requests import turn_seed
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class ServedModel:
         following: Asking | None = asking
         while following is not None and self._options(following.question) == options:
             driver.spawn(self._answer(following))
-            following = (await wait_for([self._questions.next_asking()], samples_next=False)).results[0]
+            following = (await wait_for([self._questions.next_asking()], quick_s=AT_ONCE_S)).results[0]
         self._next = following
 
     async def _answer(self, asking: Asking) -> None:

@@ -31,7 +31,7 @@ from groupgrad.integrations.agents.server import Address, make_app
 from groupgrad.integrations.agents.session import AgentSession, Asking, Clients
 from groupgrad.integrations.agents.wire import BadRequest, Question
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.rollout.driver import Driver, sample_turn, wait_for
+from groupgrad.rollout.driver import AT_ONCE_S, Driver, sample_turn, wait_for
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, versions_of
 from groupgrad.rollout.statistics import ending_metrics
 from groupgrad.types import Branch, FinishReason, Prompt, Reward, Rollout, Trace
@@ -216,14 +216,17 @@ class _Program:
         call = _positional(self._rollouts.agent)
         running = self._rollouts.workers.call(call, arguments, timeout_s=limit_s, name=name)
         running.add_done_callback(lambda _: session.end())
-        # A program that has asked is waiting itself, so nothing waits for what else it may ask.
-        while (asking := (await wait_for([session.next_asking()], samples_next=not self._ends)).results[0]) is not None:
-            self._take(asking)
+        while True:
+            # A program that has asked waits for the answer itself, unless it asks several things at the same time.
+            wait = await wait_for([session.next_asking()], quick_s=AT_ONCE_S if self._ends else math.inf)
+            if wait.results[0] is None:
+                break
+            self._take(wait.results[0])
         self._has_ended = True
         self.close()
         for waiter in list(self._waiters.values()):
             waiter.set_result(None)
-        await wait_for(self._ends, samples_next=False)
+        await wait_for(self._ends, quick_s=0.0)
         return self._rollout(running.result())
 
     def close(self) -> None:
