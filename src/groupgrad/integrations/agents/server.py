@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -148,12 +148,18 @@ def _refusal(error: BadRequest, form: _Form) -> Response:
 
 async def _body(request: Request) -> Any:
     """The JSON of a body of at most `MAX_BODY_BYTES`."""
+    too_large = BadRequest(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise BadRequest(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
-        parts.append(part)
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:  # uvicorn lets no other texts through
+        raise too_large
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect:
+        raise BadRequest("the client went away before its body had come") from None
     try:
         return json.loads(b"".join(parts))
     except (ValueError, RecursionError) as error:
