@@ -66,7 +66,7 @@ def make_settings(settings: type[Any] | None, values: Mapping[str, Any], *, opti
 
     `option` is where the values are set, `owner` the option that names the definition.
     """
-    defaults: dict[str, Any] = {} if settings is None else {field.name: field.default for field in fields(settings)}
+    defaults: dict[str, object] = {} if settings is None else {field.name: field.default for field in fields(settings)}
     for name, value in values.items():
         if name not in defaults:
             known = f"it has {', '.join(defaults)}" if defaults else f"this {owner} has none"
