@@ -41,6 +41,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     [
         ("openai_client", "openai", {}),
         ("smolagents_agent", "smolagents", {"max_completion_length": 48}),
+        ("smolagents_code_agent", "smolagents", {"max_completion_length": 96}),
         ("openai_agents_sdk", "agents", {}),
         ("pydantic_ai_agent", "pydantic_ai", {}),
         ("langgraph_agent", "langgraph", {}),
