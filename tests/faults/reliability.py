@@ -35,8 +35,8 @@ It is an argument of `trainer.train()`, and a field of the configuration for a c
 | `resume_learning_rate` | the configured learning rate replaces the checkpoint's |
 | `save_in_background` | write a checkpoint while training goes on, from a copy in host memory |
 
-A run goes on with the parameters that the checkpoint's run has trained, in the same adapter and model; what was added,
-removed or changed is an error that names it. The optimizer's state goes to each parameter by its name, so their order
+A run goes on with the parameters that the checkpoint's run has trained, in the same adapter and model. If some were
+added, removed or changed, an error names them. The optimizer's state goes to each parameter by its name, so their order
 and their groups may differ. With `allow_partial_resume` more or fewer parameters of the same model may train: those
 that both runs train keep their state. Checkpoints of older releases and of TRL do not name trained parameters:
 weights that they lack, and an optimizer's state of other shapes, are errors while they are loaded. A KL divergence goes
@@ -46,15 +46,15 @@ loads.
 Changed options are listed with the value in force. `save_steps`, `eval_steps` and `logging_steps` are those of the new
 configuration, or of a callback that sets them when training begins.
 
-With `save_in_background` callbacks hear of a checkpoint (`on_save`) when it has its name. One save is under way at a
+With `save_in_background`, `on_save` is called once a checkpoint is complete. One save is under way at a
 time: the next one, the end of training, a signal and an error wait for it.
 
 An old checkpoint is removed when the new one has its name, so that one whole checkpoint is there at every moment:
 `save_total_limit=1` needs room for two checkpoints, and with `load_best_model_at_end` for three.
 
-Under DeepSpeed rank 0 writes one more file in the middle of a save, `latest` of a few bytes, behind which all ranks
-meet inside DeepSpeed. The manifest lists it, but if the disk refuses this file and none before, the other ranks wait
-there until `hang_timeout_s` or `ddp_timeout` ends the run. Older checkpoints stay whole.
+Under DeepSpeed rank 0 also writes a file of a few bytes, `latest`, in the middle of a save, and then DeepSpeed waits
+for all ranks. The manifest lists the file. If the disk refuses it, and nothing before it, the other ranks wait until
+`hang_timeout_s` or `ddp_timeout` ends the run. Older checkpoints stay whole.
 
 `groupgrad train` exits with 0 when all is done, with 2 when a run cannot begin, and with 73 when the disk refused the
 last checkpoint or the model (`groupgrad.errors.EXIT_CHECKPOINT_NOT_SAVED`; `trainer.train()` raises
