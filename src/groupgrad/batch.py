@@ -291,8 +291,11 @@ def rows_of(offsets: torch.Tensor) -> torch.Tensor:
 
 
 def wholes_of(sequences: Mapping[int, _Sequence]) -> dict[int, int]:
-    """Number of a sequence -> that of one which begins with it and begins no other, for those that have such a one."""
-    # In this order, all that begin with a sequence follow it at once.
+    """For each sequence that is the beginning of others, by number: one of these that is the beginning of none.
+
+    `{0: (5,), 1: (5, 6), 2: (5, 6, 7), 3: (8,)}` gives `{0: 2, 1: 2}`.
+    """
+    # In this order, a sequence comes directly before the ones that it is the beginning of.
     order = sorted(sequences, key=sequences.__getitem__)
     wholes: dict[int, int] = {}
     for number, following in reversed(list(pairwise(order))):

@@ -12,7 +12,7 @@ import pytest
 def note_calls(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any] = lambda *_, **__: None
 ) -> list[Any]:
-    """What `note` makes of the arguments of each later call of a function."""
+    """A list that gets `note` of the arguments at each later call of a function."""
     plain, noted = getattr(owner, name), []
 
     @functools.wraps(plain)
@@ -27,7 +27,7 @@ def note_calls(
 def note_results(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any] = lambda result, *_, **__: result
 ) -> list[Any]:
-    """What `note` makes of the result and the arguments of each later call that ends well."""
+    """A list that gets `note` of result and arguments at each later call that ends well."""
     plain, noted = getattr(owner, name), []
 
     @functools.wraps(plain)

@@ -35,7 +35,7 @@ OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
 
 @pytest.fixture
 def planned(shown_plan_of: Any) -> Any:
-    """What `groupgrad plan` prints of Qwen2.5-7B's sizes, or of further ones, in bfloat16."""
+    """The output of `groupgrad plan` for Qwen2.5-7B's sizes, or of further ones, in bfloat16."""
     return lambda words, code=0, **sizes: shown_plan_of(SEVEN_BILLION | sizes, f"--dtype bfloat16 {words}", code)
 
 

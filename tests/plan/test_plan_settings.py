@@ -22,7 +22,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "
 
 @pytest.fixture
 def planned(shown_plan_of: Any) -> Any:
-    """What `groupgrad plan` prints of a model of 400 million parameters."""
+    """The output of `groupgrad plan` for a model of 400 million parameters."""
     return lambda *flags, code=0: shown_plan_of({**SMALL, **HEADS}, " ".join(map(str, flags)), code)
 
 

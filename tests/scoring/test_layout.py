@@ -209,7 +209,7 @@ def test_what_each_token_of_a_shared_prompt_sees():
 
 
 def test_a_prompt_that_begins_another_is_a_part_of_it():
-    """Of three prompts the first two begin the last one; their rows see as much of it as they continue."""
+    """The first two of three prompts are beginnings of the third; a row sees only the tokens that it continues."""
     batch = build_batch([[5], [5, 6], [5, 6, 7], [8]], [1, 2, 0, 3, 1], [[1] * 3, [2] * 2, [3] * 2, [4] * 2, []])
     flat = flat_layout(batch, shared_prefixes=True)
     assert flat.ids.tolist() == [5, 6, 7, 1, 1, 2, 3, 8, 4]

@@ -28,7 +28,7 @@ LEAST_PATIENCE_S = 0.1
 """A wave waits as long for a rollout even if calls of the engine take less, since threads of tools take a moment."""
 
 AT_ONCE_S = 0.05
-"""A wave waits as long for what a program may ask beside something else."""
+"""Seconds that a wave waits for further requests that a program may send together with one."""
 
 
 @types.coroutine

@@ -48,7 +48,7 @@ class TokenSpan:
     row: int | None = None
     """Number of the row in the batch; None for a shared prompt."""
     shared: TokenSpan | None = None
-    """What comes before the row: a shared prompt, or its first tokens. None if the span has all tokens of its row."""
+    """The shared prompt before the row, cut to the tokens that the row continues; None if no prompt is shared."""
 
 
 @dataclass(slots=True)

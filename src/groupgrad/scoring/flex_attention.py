@@ -43,7 +43,7 @@ _TRIED_TOKENS = 3 * _BLOCK - 1
 
 @dataclass(slots=True)
 class TokenPlaces:
-    """Where each flat token belongs, all (T,) int64. A row is named by the place of its first token."""
+    """Row, prompt and positions of each flat token, all (T,) int64; a row's number is the place of its first token."""
 
     row: torch.Tensor
     """The token's row; a shared prompt is a row too."""

@@ -83,11 +83,8 @@ def check_layout(
     """
     # A low temperature multiplies rounding, and nothing else, so layouts are compared without one.
     options, rounding, obstacle = replace(options, temperature=1.0), Rounding.of(model, precision), flat_obstacle(model)
-    batch, reasons, difference = (
-        random_batch(model, example, has_part=True),
-        [] if obstacle is None else [obstacle],
-        None,
-    )
+    batch = random_batch(model, example, has_part=True)
+    reasons, difference = [] if obstacle is None else [obstacle], None
     candidates: list[tuple[InputLayout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
     with torch.no_grad(), evaluation_mode(model), precision():
         with _HeadCall.of(model) as head_call:
