@@ -15,7 +15,7 @@ import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from groupgrad import GRPOConfig, activity
+from groupgrad import GRPOConfig
 from groupgrad.activity import Hung
 from groupgrad.kernels import extension_lock
 from groupgrad.trainer.hangs import Watch
@@ -78,7 +78,7 @@ def test_the_watchdog_names_the_lock_that_is_waited_for(lock: Path, tmp_path: Pa
     with subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
         try:
-            with Watch(tmp_path, lambda: 0, 2.0), activity.doing("the training loop"), pytest.raises(Hung) as error:
+            with Watch("the training loop", tmp_path, lambda: 0, 2.0), pytest.raises(Hung) as error:
                 FileBaton(str(lock)).wait()
         finally:
             holder.kill()

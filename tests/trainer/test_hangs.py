@@ -118,7 +118,7 @@ def test_what_hangs_in_an_evaluation_outside_of_training_ends_it_with_its_name(m
 
 
 def test_work_that_shows_signs_of_life_may_take_its_time(tmp_path):
-    with Watch(tmp_path, lambda: 1, 1.0), activity.doing("sampling"):
+    with Watch("sampling", tmp_path, lambda: 1, 1.0):
         for _ in range(6):
             time.sleep(0.3)
             activity.sign_of_life()
@@ -127,7 +127,7 @@ def test_work_that_shows_signs_of_life_may_take_its_time(tmp_path):
 def test_long_work_is_named_while_it_runs(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(hangs, "FIRST_NOTE_S", 0.4)
     work = activity.doing("sampling", lambda: "row 3")
-    with caplog.at_level(logging.WARNING), Watch(tmp_path, lambda: 12, 8.0), work:
+    with caplog.at_level(logging.WARNING), Watch("the training loop", tmp_path, lambda: 12, 8.0), work:
         time.sleep(1.5)
     notes = [record.getMessage() for record in caplog.records]
     assert len(notes) == 2  # after 0.4 s and 0.8 s; the next one would come after 1.6 s
@@ -139,7 +139,7 @@ def test_a_thread_that_is_not_the_main_one_is_watched_as_well(tmp_path):
 
     def work() -> None:
         try:
-            with Watch(tmp_path, lambda: 1, 0.5), activity.doing("sampling"):
+            with Watch("sampling", tmp_path, lambda: 1, 0.5):
                 for _ in range(200):
                     time.sleep(0.05)
         except Hung as error:
@@ -457,7 +457,7 @@ def test_a_process_gets_sigterm_when_its_launcher_is_gone(tmp_path, monkeypatch)
     def rank() -> None:
         os.environ["TORCHELASTIC_RUN_ID"] = "1"
         signal.signal(signal.SIGTERM, lambda *_: ((tmp_path / "stopped").touch(), os._exit(0)))
-        with Watch(tmp_path, lambda: 1, None):
+        with Watch("sampling", tmp_path, lambda: 1, None):
             (tmp_path / "launched").touch()
             time.sleep(30)
 

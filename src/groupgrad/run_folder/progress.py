@@ -33,8 +33,8 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
 
     On a terminal the bar is drawn on standard error and log lines go above it, on standard output. Without a terminal,
     or with `disable_tqdm`, there is no bar and each log event is one line. Ranks other than the first show nothing. Use
-    the callback as a context manager around training, or call `close` in a `finally`, so that an exception or an
-    interrupt leaves no unfinished line on the terminal.
+    the callback as a context manager around training, so that an exception or an interrupt leaves no unfinished line on
+    the terminal, and transformers draws no bars into files.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,9 +54,16 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         self._logged_step = 0
         self.first_step = 0
         """Optimizer step that training started or resumed from."""
+        self._others_bars: Any = None
+
+    def __enter__(self) -> ProgressCallback:
+        self._others_bars = bars_on_terminals_only()
+        self._others_bars.__enter__()
+        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+        self._others_bars.__exit__(*exception)
 
     def set_phase(self, name: str) -> None:
         """Sets the current phase. A first step is not shown as training before it has sampled."""

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from groupgrad import dist
 from groupgrad.data.digest import dataset_digest
+from groupgrad.models.liger import configured_kernels
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.trainer import component_options, dataset_checks
 
@@ -52,7 +53,7 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
                 self._build_components()
             if method.__name__ == "train":
                 check_ranks_agree(self)
-            with self._policy.given.in_use():
+            with self._policy.given.in_use(), configured_kernels(self.args):
                 try:
                     return method(self, *args, **kwargs)
                 finally:

@@ -80,11 +80,13 @@ class _End:
 class Watch:
     """Watches the training thread, which enters it, the other ranks and the launcher.
 
-    `step` gives the number of the optimizer step in progress, for messages; stacks are written to `folder`. `timeout_s`
-    is the longest silence of an activity or of another rank; None: no limit.
+    `what` names the activity around those inside, and `step` gives the number of the optimizer step in progress, both
+    for messages; stacks are written to `folder`. `timeout_s` is the longest silence of an activity or of another rank;
+    None: no limit.
     """
 
-    def __init__(self, folder: str | Path, step: Callable[[], int], timeout_s: float | None):
+    def __init__(self, what: str, folder: str | Path, step: Callable[[], int], timeout_s: float | None):
+        self._activity = activity.doing(what)
         self._folder, self._step, self._timeout_s = Path(folder), step, timeout_s
         self._ends: list[_End] = []
         self._cause: _End | None = None
@@ -103,7 +105,7 @@ class Watch:
     def __enter__(self) -> Watch:
         """Collective. Connects the ranks; a warning where that fails."""
         self._links, self._launcher = RankLinks(), launcher()
-        activity.sign_of_life()
+        self._activity.__enter__()
         self._ticked_at, self._computed_s = time.monotonic(), time.process_time()
         self._interrupt.start()
         self._postpone_timer()
@@ -115,6 +117,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Sends the other ranks how this one has ended; raises RankError where another rank caused the error."""
+        self._activity.__exit__(kind, error, traceback)
         self._is_leaving = True
         self._interrupt.end()
         is_agreed = error is None or isinstance(error, Stopped) or dist.is_agreed(error)

@@ -51,7 +51,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
-from groupgrad.activity import Hung, doing
+from groupgrad.activity import Hung
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.micro_batches import MicroBatch
@@ -75,7 +75,6 @@ from groupgrad.integrations.vllm import setup as vllm_setup
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.metrics import latest
-from groupgrad.models.liger import configured_kernels
 from groupgrad.models.reference import Reference
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience
@@ -189,10 +188,8 @@ class Hooks(TRLNames, Trainer):
         try:
             with (
                 self.progress,
-                bars_on_terminals_only(),
                 self._in_run_folder(),
-                Watch(folder, lambda: self.state.global_step + 1, self.args.hang_timeout_s),
-                doing("the training loop"),
+                Watch("the training loop", folder, lambda: self.state.global_step + 1, self.args.hang_timeout_s),
                 self.saves.until_written(),
                 self.stops.at_signals(),
             ):
@@ -200,8 +197,7 @@ class Hooks(TRLNames, Trainer):
                     resume_from_checkpoint = self.args.resume_from_checkpoint
                 self.saves.begin_training()
                 resume_from_checkpoint = self.resume.begin(resume_from_checkpoint)
-                with configured_kernels(self.args):
-                    result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
             self.saves.raise_if_not_saved()
             self.saves.check_weights()
             if resume_from_checkpoint:
@@ -331,7 +327,7 @@ class Hooks(TRLNames, Trainer):
         self._invalidate_vllm()
         folder = os.path.join(self._start_folder, str(self.args.output_dir))
         try:
-            with Watch(folder, lambda: self.state.global_step, self.args.hang_timeout_s), doing("the evaluation"):
+            with Watch("the evaluation", folder, lambda: self.state.global_step, self.args.hang_timeout_s):
                 yield
         except Hung as hang:
             raise HangError(str(hang)) from hang
