@@ -105,11 +105,32 @@ def score_tokens(
     `options.rank_group`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the
     ranks' gradients add up to the gradient of the sum of their losses.
     """
+    score = partial(_score_rows, model, options=options)
     if _needs_placeholder(model, batch, options):
-        score = partial(score_tokens, model, options=options)
-        return score_beside(_placeholder(options).to(batch.offsets.device), score, batch, precomputed, tap)
+        score = partial(score_beside, _placeholder(options).to(batch.offsets.device), score)
+    return with_vision_tower(model, score(batch.by_branch(), precomputed=precomputed, tap=tap))
 
-    batch = batch.by_branch()
+
+def _score_rows(
+    model: nn.Module,
+    batch: Batch,
+    options: ForwardOptions,
+    precomputed: PrecomputedGradient | None = None,
+    tap: StatesTap | None = None,
+) -> TokenScores:
+    """The plain path: lays out the rows, hooks the output head, and runs the model once."""
+    inputs = _inputs_for(model, batch, options)
+    hook = _hook_for(batch, inputs, options, precomputed, tap)
+    score_pass = partial(_score_pass, model, options=options)
+    # Dense rows have no flat tokens to cut: every rank of the group computes them all.
+    if options.rank_group is not None and inputs.attention is not None:
+        score_pass = partial(score_over_ranks, score_pass, group=options.rank_group)
+    scores = score_pass(inputs, hook)
+    return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
+
+
+def _inputs_for(model: nn.Module, batch: Batch, options: ForwardOptions) -> ForwardInputs:
+    """The rows in the model's layout, with their images."""
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     if layout == "dense":
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
@@ -120,15 +141,7 @@ def score_tokens(
             shared_prefixes=continues_prefixes(model),
             aux_loss=options.aux_loss,
         )
-    if batch.has_images:
-        inputs = with_images(model, batch, inputs)
-    hook = _hook_for(batch, inputs, options, precomputed, tap)
-
-    score_pass = partial(_score_pass, model, options=options)
-    if options.rank_group is not None and layout != "dense":
-        score_pass = partial(score_over_ranks, score_pass, group=options.rank_group)
-    scores = with_vision_tower(model, score_pass(inputs, hook))
-    return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
+    return with_images(model, batch, inputs) if batch.has_images else inputs
 
 
 def _needs_placeholder(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:
