@@ -150,10 +150,10 @@ def test_options_assigned_before_the_trainer_get_what_the_constructor_does(model
     assert trainer.args is args
     trainer.train()
     assert trainer.model.dtype == torch.bfloat16
-    assert (args.scale_rewards, trainer.components.collector.options.scale_rewards) == ("none", "none")
+    assert (args.scale_rewards, trainer.components.scoring_options.scale_rewards) == ("none", "none")
     trainer.args.scale_rewards = True
     trainer.train()
-    assert trainer.components.collector.options.scale_rewards == "group"
+    assert trainer.components.scoring_options.scale_rewards == "group"
     assert (args.output_dir, (tmp_path / "run" / "checkpoint-1").is_dir()) == ("run", True)
     args.loss_type = "grop"
     with pytest.raises(ConfigError, match="loss_type='grop'"):

@@ -50,7 +50,7 @@ from groupgrad.multimodal.vlm_prompts import (
 )
 from groupgrad.objectives import PolicyOptions, find_estimator
 from groupgrad.rewards.reward_runner import RewardRunner
-from groupgrad.rollout.collector import ExperienceCollector
+from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.custom import CustomRollouts
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.prefetch import RolloutPrefetcher
@@ -182,6 +182,7 @@ class TrainerComponents:
 
     policy_options: PolicyOptions
     forward_options: ForwardOptions
+    scoring_options: ScoringOptions
     sampling: SamplingOptions
     scorer: OldAndRefScorer
     collector: ExperienceCollector
@@ -406,7 +407,7 @@ def build_components(
     scored = collector if trainer.eval_rewards is rewards else collector.with_rewards(trainer.eval_rewards)
     evaluator = _evaluator(config, policy, policy_options, forward_options, scored)
     in_training = replace(forward_options, rank_group=execution.rank_group)
-    return TrainerComponents(policy_options, in_training, sampling, scorer, collector, evaluator)
+    return TrainerComponents(policy_options, in_training, scoring, sampling, scorer, collector, evaluator)
 
 
 def _evaluator(

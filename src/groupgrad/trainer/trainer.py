@@ -431,7 +431,7 @@ class GRPOTrainer(Hooks):
         credits turns. Every rank gets the same rewards and must return the same advantages. A subclass may change them,
         and need not take `lengths` and `turns`.
         """
-        return self.components.collector.options.advantages(rewards, num_generations, lengths, turns)
+        return self.components.scoring_options.advantages(rewards, num_generations, lengths, turns)
 
     def _end_step(self, step: int) -> None:
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""

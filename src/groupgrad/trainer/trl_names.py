@@ -129,7 +129,7 @@ class TRLNames:
         lambda trainer: [*trainer.rewards.processing_classes, *(None for _ in trainer.rollout_components.reward_names)]
     )
     reward_weights = property(
-        lambda trainer: torch.tensor(trainer.components.collector.options.reward_weights),
+        lambda trainer: torch.tensor(trainer.components.scoring_options.reward_weights),
         doc="(R,) float32, environments' rewards last.",
     )
     ref_model = property(
