@@ -232,8 +232,10 @@ class Hooks(TRLNames, Trainer):
     def _follow_steps(self) -> None:
         """Adds the callbacks that keep or record a part of the run."""
         self.changed_options = ChangedOptions(self.args)
-        self.saves, self.resume, self.stops = Saves(self), Resume(self), Stops(self)
-        self._loss_window, self.recorder = LossWindow(self), RunRecorder(self)
+        self.resume = Resume(self)
+        self.saves = Saves(self, self.resume)
+        self.stops = Stops(self, self.saves, self.resume)
+        self._loss_window, self.recorder = LossWindow(self), RunRecorder(self, self.resume)
         watches = StepWatches(self), FirstBatch(self), StopWithoutSignal(self)
         for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):
             self.add_callback(callback)
@@ -544,7 +546,7 @@ class Hooks(TRLNames, Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """In place of `Trainer`'s, which writes into the folder that a resume would read."""
-        self.saves.write(trial)
+        self.saves.write(trial, is_pause=self.stops.is_pausing)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads weights, including shards of FSDP and renamed parameters."""

@@ -42,6 +42,7 @@ from groupgrad.run_folder.token_texts import TokenTexts
 from groupgrad.scoring.head_hook import StatesTap
 from groupgrad.stopping import Paused, Stopped
 from groupgrad.trainer.recorded_rows import GradientShares, numbers_by_row, stored_rows
+from groupgrad.trainer.resuming import Resume
 from groupgrad.trainer.run_summary import path_of_step, run_configuration
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
     The main process writes metrics, events and configuration, every rank the rollouts that it sampled.
     """
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(self, trainer: Any, resume: Resume):
+        self._trainer, self._resume = trainer, resume
         self.command: dict[str, Any] | None = None
         """The command line that made the trainer, for the configuration; None for a trainer made in Python."""
         self.keep_bytes = trainer.args.rollouts_keep_resolved
@@ -162,7 +163,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._files: dict[str, RolloutFiles] = {}
         self._texts = TokenTexts(trainer.prompt_maker.tokenizer)
         self._num_skipped = trainer.finite_steps.num_skipped
-        resumed = trainer.resume.point
+        resumed = self._resume.point
         self._is_open = self._is_usable = self._prepare(step, None if resumed is None else Path(resumed.folder))
         if self._is_open and state.is_world_process_zero:
             can_digest = not (is_sharded(trainer.model) or trainer.is_fsdp_enabled)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from groupgrad.models.adapters import adapter_settings, is_adapted
 from groupgrad.models.policy_checks import nonfinite_weights
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.trainer import changed_options, resumed_optimizer, resumed_parameters
+from groupgrad.trainer.resuming import Resume
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,8 @@ class SaveUnderWay:
 class Saves:
     """The checkpoints of one trainer. It takes the place of `Trainer._save_checkpoint`, which writes in place."""
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(self, trainer: Any, resume: Resume):
+        self._trainer, self._resume = trainer, resume
         self.not_saved: str | None = None
         """Why the last checkpoint of this training could not be written; None if it was."""
         self.last_step: int | None = None
@@ -74,11 +76,11 @@ class Saves:
                 saving.sweep(run_folder)
         self.not_saved = self.last_step = None
 
-    def write(self, trial: Any) -> None:
+    def write(self, trial: Any, *, is_pause: bool = False) -> None:
         """Collective. Writes the checkpoint of the present step, or begins to; without space training goes on and a
-        later save may succeed."""
+        later save may succeed. `is_pause` for the checkpoint of a pause, which a run without pauses does not have."""
         trainer = self._trainer
-        if not trainer.stops.is_pausing:  # a run without pauses has no such checkpoint
+        if not is_pause:
             with trainer.goes_on_without("the model card"):
                 trainer.create_model_card()  # before the checkpoint, which is pushed with it
         with stopping.finishing(), doing("saving"):
@@ -90,7 +92,7 @@ class Saves:
             begin = saving.save_behind if self._may_save_behind(expected) else saving.save
             folder, step = Path(trainer._get_output_dir(trial=trial)), trainer.state.global_step
             try:
-                saved = begin(folder, step, self._parts(folder), self._description, expected_bytes=expected)
+                saved = begin(folder, step, self._parts(folder, is_pause), self._description, expected_bytes=expected)
             except saving.SaveFailed as error:
                 self._note_not_saved(error, best)
                 self._skip_on_save()
@@ -222,11 +224,11 @@ class Saves:
 
     # ------------------------------------------------------------------------------------------- what is written
 
-    def _parts(self, run_folder: Path) -> list[Callable[[Path], None]]:
+    def _parts(self, run_folder: Path, is_pause: bool = False) -> list[Callable[[Path], None]]:
         """Functions that write this rank's parts of a checkpoint into a folder; the ranks meet between them."""
         parts = [self._write_model]
         if not self._trainer.args.save_only_model:
-            parts += [self._write_optimizer, self._write_run_state]
+            parts += [self._write_optimizer, partial(self._write_run_state, is_pause=is_pause)]
         return [*parts, lambda aside: self._write_trainer_state(run_folder, aside)]
 
     def _write_model(self, aside: Path) -> None:
@@ -262,12 +264,12 @@ class Saves:
                 trainer._save_optimizer_and_scheduler(str(aside))
         trainer._save_scaler(str(aside))
 
-    def _write_run_state(self, aside: Path) -> None:
+    def _write_run_state(self, aside: Path, *, is_pause: bool) -> None:
         """Random streams, and all state beyond them that a step depends on."""
         self._trainer._save_rng_state(str(aside))
         self._trainer.run_state.save(aside)
-        if self._trainer.stops.is_pausing:
-            self._trainer.resume.keep(self._run_folder() / aside.name)
+        if is_pause:
+            self._resume.keep(self._run_folder() / aside.name)
 
     def _write_trainer_state(self, run_folder: Path, aside: Path) -> None:
         trainer = self._trainer
@@ -320,8 +322,8 @@ class Saves:
             "versions": changed_options.installed_versions(),
             "options": changed_options.deciding_options(trainer.args),
             "optimizer": resumed_optimizer.class_name(trainer.optimizer) if has_optimizer else None,
-            "prompts_used": trainer.resume.prompts_used(trainer.state.global_step),
+            "prompts_used": self._resume.prompts_used(trainer.state.global_step),
             "trained": resumed_parameters.trained_parameters(trainer.model, trainer.optimizer),
             "adapter": json.loads(json.dumps(adapter_settings(unwrap(trainer.model)), default=str)),
-            "reference": trainer.resume.reference_identity(),
+            "reference": self._resume.reference_identity(),
         }

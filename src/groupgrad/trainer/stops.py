@@ -25,7 +25,8 @@ from groupgrad.config.launcher import holds_parts
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.trainer.callbacks import SameOnRanks
-from groupgrad.trainer.resuming import random_states, set_random_states
+from groupgrad.trainer.resuming import Resume, random_states, set_random_states
+from groupgrad.trainer.saves import Saves
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,8 @@ class DueEvaluation(SameOnRanks, TrainerCallback):
 class Stops:
     """Ends the trainings of one trainer at a signal without the loss of a whole step, or pauses them."""
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(self, trainer: Any, saves: Saves, resume: Resume):
+        self._trainer, self._saves, self._resume = trainer, saves, resume
         self.due_evaluation = DueEvaluation(trainer)
         self.pause_at: Callable[[int], int] | None = None
         """Maps the run's number of steps to the step after which it pauses; None for no pause.
@@ -174,18 +175,18 @@ class Stops:
         """Collective. Writes the checkpoint of the last whole step, unless it exists already or no step was made."""
         trainer = self._trainer
         with stopping.finishing():
-            trainer.saves.finish()
-        step, last, resumed = trainer.state.global_step, self._memory.last, trainer.resume.point
+            self._saves.finish()
+        step, last, resumed = trainer.state.global_step, self._memory.last, self._resume.point
         folder = Path(trainer._get_output_dir(trainer.trial)) / f"checkpoint-{step}"
-        if not step or trainer.saves.last_step == step or (resumed is not None and resumed.folder == folder):
+        if not step or self._saves.last_step == step or (resumed is not None and resumed.folder == folder):
             return
         if last is not None and last.step == step:
             last.restore(trainer)
-        trainer._save_checkpoint(trainer.model, trainer.trial)
+        self._saves.write(trainer.trial, is_pause=self.is_pausing)
         trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
     def _stopped(self, name: str) -> Stopped:
-        trainer, not_saved = self._trainer, self._trainer.saves.not_saved
+        trainer, not_saved = self._trainer, self._saves.not_saved
         step, max_steps = trainer.state.global_step, trainer.state.max_steps
         if name == stopping.PAUSE:
             if not_saved is not None:
