@@ -70,7 +70,7 @@ from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.given_model import GivenModel
-from groupgrad.trainer.gradients import GradientSums
+from groupgrad.trainer.gradients import GradientSums, GradientSync
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.trainer.step_log import LearningSignalWatch
 from groupgrad.types import Prompt
@@ -281,6 +281,19 @@ def gradient_memory(
     sums = GradientSums(model, in_float32=sums_in_float32(config))
     options: dict[str, Any] = {"aux_loss": forward_options.aux_loss, "prepare": prepare}
     return sums, memory_guard(model, config, sums.clear, **options, is_joint=_shares_model(config))
+
+
+def gradient_sync(config: GRPOConfig, model: nn.Module, sums: GradientSums) -> GradientSync:
+    """Averages the gradients of ranks that each hold the whole model."""
+    megabytes = config.ddp_bucket_cap_mb
+    return GradientSync(
+        model,
+        sums,
+        bucket_bytes=dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20,
+        buffers=config.ddp_broadcast_buffers is not False,
+        joint_passes=config.context_parallel_size > 1,
+        overlaps=not mapping(config.gradient_checkpointing_kwargs).get("use_reentrant"),
+    )
 
 
 def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +63,23 @@ class GivenModel:
             vars(model).update(given)
             for module, attributes in before.items():
                 _put_back(module, attributes)
+
+
+@contextmanager
+def trials_from_present_weights(trainer: Any) -> Iterator[None]:
+    """Context of a hyperparameter search, each trial of which starts from the weights that the model has now."""
+    model, start = trainer.model, copy.deepcopy(trainer.model.state_dict())
+
+    def restart() -> nn.Module:
+        model.load_state_dict(start)
+        return model
+
+    trainer.model_init = restart
+    try:
+        yield
+    finally:
+        # Some search backends drop the trainer's model after each trial.
+        trainer.model_init, trainer.model, trainer.model_wrapped = None, model, model
 
 
 def _take_off(model: nn.Module) -> dict[str, Any]:

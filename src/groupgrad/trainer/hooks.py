@@ -32,7 +32,6 @@ Those with a star are overridden in `trainer/trainer.py`, which has what a step 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -56,7 +55,6 @@ from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.config import GRPOConfig
-from groupgrad.config.settings import mapping
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.selection import replaces_generate
@@ -66,8 +64,6 @@ from groupgrad.integrations.sharding.fsdp import (
     clip_offloaded,
     is_fully_sharded,
     is_shard,
-    unsharded_classes,
-    whole_state_dict,
     without_accelerate,
 )
 from groupgrad.integrations.sharding.sharding import is_sharded
@@ -83,7 +79,7 @@ from groupgrad.rollout.requests import row_seed
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.run_folder.completions import CompletionLog
 from groupgrad.run_folder.metric_store import MetricStore
-from groupgrad.run_folder.progress import ProgressCallback, bars_on_terminals_only
+from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.run_card import write_run_card
 from groupgrad.run_folder.run_lock import locked
 from groupgrad.scoring.attention import unplug, without_cudnn_attention
@@ -94,6 +90,7 @@ from groupgrad.trainer.callbacks import LossWindow, RunState
 from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry
 from groupgrad.trainer.finite_steps import FiniteSteps
+from groupgrad.trainer.given_model import trials_from_present_weights
 from groupgrad.trainer.gradients import GradientSums, GradientSync, deterministic_cpu
 from groupgrad.trainer.hangs import Watch
 from groupgrad.trainer.resumed_parameters import raise_if_missing
@@ -101,7 +98,14 @@ from groupgrad.trainer.resuming import Resume
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.saves import Saves
-from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, StepLog, StepWatches, StopWithoutSignal
+from groupgrad.trainer.step_log import (
+    BestMetric,
+    FirstBatch,
+    LearningSignalWatch,
+    StepLog,
+    StepWatches,
+    StopWithoutSignal,
+)
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 from groupgrad.trainer.stops import Stops
 from groupgrad.trainer.trl_names import TRLNames, check_overrides
@@ -121,7 +125,6 @@ class Hooks(TRLNames, Trainer):
     plan: GenerationPlan
     trial: Any = None
     """The trial of a hyperparameter search that is under way, whose run has a folder of its own."""
-    _told_of_best_metric = False
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     completion_log: CompletionLog
@@ -236,6 +239,7 @@ class Hooks(TRLNames, Trainer):
         self.saves = Saves(self, self.resume)
         self.stops = Stops(self, self.saves, self.resume)
         self._loss_window, self.recorder = LossWindow(self), RunRecorder(self, self.resume)
+        self._best_metric = BestMetric(self)
         watches = StepWatches(self), FirstBatch(self), StopWithoutSignal(self)
         for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):
             self.add_callback(callback)
@@ -397,18 +401,9 @@ class Hooks(TRLNames, Trainer):
 
         Collective for a sharded model, whose weights the main process writes whole.
         """
-        self.saves.check_weights()
         if output_dir in (None, self.args.output_dir):
             output_dir = os.path.join(self._start_folder, str(self.args.output_dir))
-        with bars_on_terminals_only():
-            if not is_fully_sharded(self.model):
-                super().save_model(output_dir, _internal_call)
-                return
-            weights = whole_state_dict(self.model)
-            with unsharded_classes(self.model):
-                self._save(output_dir, state_dict=weights)
-            if self.args.push_to_hub and not _internal_call:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        self.saves.save_model(output_dir, pushes=not _internal_call, otherwise=super().save_model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """`Trainer`'s, for a model that this trainer shards itself under FSDP."""
@@ -431,19 +426,11 @@ class Hooks(TRLNames, Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
-        if training and is_fully_sharded(self.model):
+        averages = dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model)
+        if training and (averages or is_fully_sharded(self.model)):
             model = self._prepare_model(model)
-        elif training and dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model):
-            args, megabytes = self.args, self.args.ddp_bucket_cap_mb
-            model = self._prepare_model(model)
-            self._gradient_sync = GradientSync(
-                self.model,
-                self.gradient_sums,
-                bucket_bytes=dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20,
-                buffers=args.ddp_broadcast_buffers is not False,
-                joint_passes=args.context_parallel_size > 1,
-                overlaps=not mapping(args.gradient_checkpointing_kwargs).get("use_reentrant"),
-            )
+        if training and averages:
+            self._gradient_sync = build.gradient_sync(self.args, self.model, self.gradient_sums)
             self._gradient_sync.begin()
         return super()._wrap_model(model, training, dataloader)
 
@@ -506,18 +493,8 @@ class Hooks(TRLNames, Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.hyperparameter_search`; each trial starts from the present weights. The last trial's are kept."""
-        model, start = self.model, copy.deepcopy(self.model.state_dict())
-
-        def restart() -> nn.Module:
-            model.load_state_dict(start)
-            return model
-
-        self.model_init = restart
-        try:
+        with trials_from_present_weights(self):
             return super().hyperparameter_search(*args, **kwargs)
-        finally:
-            # Some search backends drop the trainer's model after each trial.
-            self.model_init, self.model, self.model_wrapped = None, model, model
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
         """Yields batches of whole groups, every prompt once."""
@@ -579,34 +556,15 @@ class Hooks(TRLNames, Trainer):
     ) -> dict[str, float]:
         """`Trainer._evaluate`; a schedule that follows a metric stays where it is if nothing was measured for it."""
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        if not skip_scheduler and type(self.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
-            scheduler: Any = self.lr_scheduler
-            value = self._best_metric(metrics)
-            if value is not None:
-                scheduler.step(value)
+        if not skip_scheduler:
+            self._best_metric.follow(self.lr_scheduler, metrics)
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """`Trainer._determine_best_metric`; an evaluation that measured nothing for the metric is not better."""
-        if self.args.metric_for_best_model is not None and self._best_metric(metrics) is None:
+        if self.args.metric_for_best_model is not None and self._best_metric.of(metrics) is None:
             return False
         return super()._determine_best_metric(metrics, trial)
-
-    def _best_metric(self, metrics: dict[str, float]) -> float | None:
-        """The metric that chooses the best model; None, with one warning, if nothing was measured for it."""
-        wanted = str(self.args.metric_for_best_model)
-        value = metrics.get(wanted if wanted.startswith("eval_") else f"eval_{wanted}")
-        if value is None and not self._told_of_best_metric:
-            self._told_of_best_metric = True
-            if dist.is_main():
-                logger.warning(
-                    "step %d: the evaluation measured nothing for metric_for_best_model=%r, as where no row gives a "
-                    "loss or a function did not log it; it counts as not better than others. It has %s",
-                    self.state.global_step,
-                    wanted,
-                    ", ".join(sorted(metrics)),
-                )
-        return value
 
     def create_model_card(
         self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields: Any

@@ -23,11 +23,12 @@ from groupgrad.checkpoints import saving, sharded_files
 from groupgrad.checkpoints.manifest import file_names
 from groupgrad.checkpoints.plausible import SCHEDULER, TRAINER_STATE
 from groupgrad.errors import CheckpointNotSaved, NonFiniteError
-from groupgrad.integrations.sharding.fsdp import is_fully_sharded
+from groupgrad.integrations.sharding.fsdp import is_fully_sharded, unsharded_classes, whole_state_dict
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.adapters import adapter_settings, is_adapted
 from groupgrad.models.policy_checks import nonfinite_weights
 from groupgrad.models.unwrapping import unwrap
+from groupgrad.run_folder.progress import bars_on_terminals_only
 from groupgrad.trainer import changed_options, resumed_optimizer, resumed_parameters
 from groupgrad.trainer.resuming import Resume
 
@@ -147,6 +148,24 @@ class Saves:
                 f"{self.not_saved}; all {self._trainer.state.global_step} steps were made, and the weights are in "
                 "memory: trainer.save_model(folder) writes them where there is space"
             )
+
+    def save_model(self, folder: str, *, pushes: bool, otherwise: Callable[[str, bool], None]) -> None:
+        """Collective for a sharded model, whose weights the main process writes whole; `otherwise` saves other models.
+
+        `pushes` allows a push to the hub, which a checkpoint makes by itself. NonFiniteError for weights that are not
+        finite.
+        """
+        trainer = self._trainer
+        self.check_weights()
+        with bars_on_terminals_only():
+            if not is_fully_sharded(trainer.model):
+                otherwise(folder, not pushes)
+                return
+            weights = whole_state_dict(trainer.model)
+            with unsharded_classes(trainer.model):
+                trainer._save(folder, state_dict=weights)
+            if trainer.args.push_to_hub and pushes:
+                trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
     def check_weights(self) -> None:
         """NonFiniteError, on every rank that has them, for trained weights that are not finite.

@@ -2,7 +2,8 @@
 
 `StepLog` collects the rollouts, losses and durations of a step. `FirstBatch` judges the completions of a run's first
 step, `LearningSignalWatch` notices that nothing is learned, `MismatchWatch` that sampling and training differ. Each
-warns on its own; none changes a step. `StopWithoutSignal` ends a run whose first rewards tell nothing.
+warns on its own; none changes a step. `StopWithoutSignal` ends a run whose first rewards tell nothing, and `BestMetric`
+reads the evaluations' metric that chooses the best model.
 """
 
 from __future__ import annotations
@@ -286,3 +287,31 @@ def tolerance(rounding: Rounding, temperature: float) -> float:
     and TF32), which is four roundings of a logit of size 16 to 32. Temperatures below 1 multiply both.
     """
     return max(FLOAT32_TOLERANCE, 64 * rounding.eps) / min(temperature, 1.0)
+
+
+class BestMetric:
+    """Reads the metric of evaluations that chooses the best model, and that some schedules follow."""
+
+    def __init__(self, trainer: Any):
+        self._trainer, self._has_warned = trainer, False
+
+    def of(self, metrics: Mapping[str, float]) -> float | None:
+        """The metric's value; None, with one warning, if the evaluation measured nothing for it."""
+        wanted = str(self._trainer.args.metric_for_best_model)
+        value = metrics.get(wanted if wanted.startswith("eval_") else f"eval_{wanted}")
+        if value is None and not self._has_warned:
+            self._has_warned = True
+            if dist.is_main():
+                logger.warning(
+                    "step %d: the evaluation measured nothing for metric_for_best_model=%r, as where no row gives a "
+                    "loss or a function did not log it; it counts as not better than others. It has %s",
+                    self._trainer.state.global_step,
+                    wanted,
+                    ", ".join(sorted(metrics)),
+                )
+        return value
+
+    def follow(self, scheduler: Any, metrics: Mapping[str, float]) -> None:
+        """Takes a step of a schedule that follows the metric; it stays where it is if nothing was measured."""
+        if type(scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR") and (value := self.of(metrics)) is not None:
+            scheduler.step(value)
