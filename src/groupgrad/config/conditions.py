@@ -182,7 +182,7 @@ def cut_group(c: GRPOSettings) -> str | None:
     """Checks that whole micro-batches and whole groups make up a generation batch."""
     if c.generation_batch_size and c.steps_per_generation:
         return None
-    rows, size, group = c.micro_batch_rows, c.generation_batch_size_resolved, int(c.num_generations or 0)
+    rows, size, group = c.global_micro_batch_size, c.generation_batch_size_resolved, int(c.num_generations or 0)
     micro_batch = f"per_device_train_batch_size={c.per_device_train_batch_size} x {c.world_size} processes"
     if size % rows:
         return (

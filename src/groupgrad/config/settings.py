@@ -413,7 +413,7 @@ class GRPOSettings(LegacyArguments):
         return self.num_generations_eval or self.num_generations or 0
 
     @property
-    def micro_batch_rows(self) -> int:
+    def global_micro_batch_size(self) -> int:
         """Number of completions in one micro-batch over all processes."""
         return self.per_device_train_batch_size * self.world_size
 
@@ -421,13 +421,13 @@ class GRPOSettings(LegacyArguments):
     def steps_per_generation_resolved(self) -> int:
         """Number of micro-batches of each process in one generation batch."""
         if self.generation_batch_size is not None:
-            return self.generation_batch_size // self.micro_batch_rows
+            return self.generation_batch_size // self.global_micro_batch_size
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
     def generation_batch_size_resolved(self) -> int:
         """Number of completions in one generation batch over all processes."""
-        return self.generation_batch_size or self.micro_batch_rows * self.steps_per_generation_resolved
+        return self.generation_batch_size or self.global_micro_batch_size * self.steps_per_generation_resolved
 
     @property
     def epsilon_high_resolved(self) -> float:
