@@ -49,7 +49,7 @@ _LOSSES = (ConnectionError, TimeoutError, ServerRefused)
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class PooledServer:
     """A server of the pool."""
 
     client: ServerClient
@@ -93,7 +93,7 @@ class VLLMServerPool(VLLMEngine):
         super().__init__(regex)
         self.timeout_s, self.pushes = timeout_s, pushes
         self.members = [  # servers of one machine need ports of their own
-            Member(ServerClient(address, timeout_s=timeout_s, group_port=group_port + number, **client_options))
+            PooledServer(ServerClient(address, timeout_s=timeout_s, group_port=group_port + number, **client_options))
             for number, address in enumerate(addresses)
         ]
         self.base_version = f"base-{uuid.uuid4().hex[:8]}"
@@ -102,7 +102,7 @@ class VLLMServerPool(VLLMEngine):
         """Weight versions that a server may have without another trainer."""
 
     @property
-    def live(self) -> list[Member]:
+    def live(self) -> list[PooledServer]:
         """The servers that are not lost."""
         return [member for member in self.members if member.cause is None]
 
@@ -173,7 +173,7 @@ class VLLMServerPool(VLLMEngine):
             raise self._loss("no vLLM server took the weights")
         return push.weight_version
 
-    def _push_sharded(self, push: Push, answering: Sequence[Member]) -> None:
+    def _push_sharded(self, push: Push, answering: Sequence[PooledServer]) -> None:
         """One server after another: a pass over sharded weights takes all ranks, which do not know who is lost."""
         errors = []
         for member in self.members:
@@ -188,7 +188,7 @@ class VLLMServerPool(VLLMEngine):
         if errors:
             raise errors[0]
 
-    def _push_to(self, members: Sequence[Member], push: Push) -> None:
+    def _push_to(self, members: Sequence[PooledServer], push: Push) -> None:
         def act(client: ServerClient) -> None:
             if len(self.members) > 1:  # others could go on, while this push would wait for workers that hang
                 client.look_at_workers()
@@ -196,7 +196,7 @@ class VLLMServerPool(VLLMEngine):
 
         self._each(members, act)
 
-    def _is_in_vain(self, member: Member) -> bool:
+    def _is_in_vain(self, member: PooledServer) -> bool:
         """True for a lost server where another attempt at a push would change nothing."""
         is_refused = isinstance(member.cause, (ServerRefused, ServerTimeout)) and not member.client.is_restarted()
         return is_refused or member.failures > FRUITLESS_ATTEMPTS
@@ -218,7 +218,7 @@ class VLLMServerPool(VLLMEngine):
         for member in self.members:
             member.client.close()
 
-    def lose(self, member: Member, cause: Exception | str) -> None:
+    def lose(self, member: PooledServer, cause: Exception | str) -> None:
         """Stops using a server until it is back."""
         member.cause, member.look, member.failures = cause, None, member.failures + 1
         story = "vLLM server %s is lost, and %d of %d are left: %s"
@@ -282,7 +282,7 @@ class VLLMServerPool(VLLMEngine):
             raise RuntimeError(GIVEN_UP)
         time.sleep(POLL_S)
 
-    def _answering(self) -> list[Member]:
+    def _answering(self) -> list[PooledServer]:
         """The servers that are not lost or are back; begins to look at the others."""
         for member in self.members:
             look = member.look
@@ -290,10 +290,10 @@ class VLLMServerPool(VLLMEngine):
                 member.look = _THREADS.submit(_look, member.client)
         return [member for member in self.members if member.cause is None or member.is_back]
 
-    def _each(self, members: Sequence[Member], action: Callable[[ServerClient], Any]) -> None:
+    def _each(self, members: Sequence[PooledServer], action: Callable[[ServerClient], Any]) -> None:
         """Calls `action` for each server, in threads for several. Servers whose call fails are lost, others in use."""
 
-        def act(member: Member) -> None:
+        def act(member: PooledServer) -> None:
             try:
                 action(member.client)
                 member.cause = None
@@ -327,7 +327,7 @@ class PoolSession(TicketSession):
         super().__init__()
         self._pool, self._pushed = pool, pushed
         self._fields = sampling_fields(options, regex=pool.regex)
-        self._parts: dict[Member, ServerRows] = {}
+        self._parts: dict[PooledServer, ServerRows] = {}
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Sends new requests and waits a moment; returns the rows that ended, in ticket order.
@@ -384,7 +384,7 @@ class PoolSession(TicketSession):
         """The most tokens that a row may sample, for the balance of loads."""
         return self._open[ticket].max_new_tokens
 
-    def _rows_of(self, member: Member) -> ServerRows:
+    def _rows_of(self, member: PooledServer) -> ServerRows:
         """A server's rows, begun at its first."""
         if member not in self._parts:
             pool, address = self._pool, member.client.address
@@ -392,11 +392,11 @@ class PoolSession(TicketSession):
             self._parts[member] = ServerRows(address, self._pushed, self._fields, **limits)
         return self._parts[member]
 
-    def _lose(self, member: Member, error: Exception) -> None:
+    def _lose(self, member: PooledServer, error: Exception) -> None:
         self._pool.lose(member, error)
         self._take_back(member)
 
-    def _take_back(self, member: Member) -> None:
+    def _take_back(self, member: PooledServer) -> None:
         rows = self._parts.pop(member, None)
         if rows is not None:
             self._unsent.extend(rows.requests)
@@ -455,7 +455,7 @@ def _look(client: ServerClient) -> dict[str, Any]:
     return info
 
 
-def _cause(member: Member) -> str:
+def _cause(member: PooledServer) -> str:
     """Why a server was lost, and why it is not back."""
     look = member.look.exception() if member.look is not None and member.look.done() else None
     return str(member.cause) + ("" if look is None else f"; later: {look}")
