@@ -18,8 +18,8 @@ from vllm_training import LARGE, Watch, logged, make_trainer
 sys.path.append(str(Path(__file__).parents[1] / "trainer"))
 import zero_ranks
 
-from groupgrad.integrations.sharding.sharding import gathered, is_sharded
 from groupgrad.integrations.vllm.http import Address, call
+from groupgrad.models.shards import gathered, is_sharded
 
 ROWS = 8
 """Rows of a step, on all ranks."""

@@ -10,9 +10,8 @@ import ranks
 import torch
 from transformers import TrainerCallback
 
-from groupgrad.integrations.sharding.fsdp import local_part
-from groupgrad.integrations.sharding.sharding import gather_all, is_sharded, num_parameters
 from groupgrad.integrations.vllm import setup as vllm_setup
+from groupgrad.models.shards import gather_all, is_sharded, local_part, num_parameters
 from groupgrad.models.weights import checkpoint_weights
 
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from groupgrad import dist
-from groupgrad.integrations.sharding.sharding import is_sharded
+from groupgrad.models.shards import is_sharded
 from groupgrad.scoring.layout import ForwardInputs
 from groupgrad.trainer.gradients import GradientSums, GradientSync
 

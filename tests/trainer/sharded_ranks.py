@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
-from groupgrad.integrations.sharding.sharding import gather_all
+from groupgrad.models.shards import gather_all
 from groupgrad.models.weights import checkpoint_weights
 from groupgrad.scoring import gradient_checkpointing
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from groupgrad.models.quantized import is_packed
+from groupgrad.models.shards import is_zero_shard
 
 _TASKS = (None, "CAUSAL_LM")
 
@@ -257,7 +258,7 @@ def _merge_obstacle(layer: Any, config: Any) -> str | None:
 
 def _is_here(parameter: Any) -> bool:
     """True for a whole parameter in floating point: no quantized one, and none that ZeRO-3 or FSDP holds elsewhere."""
-    return not (is_packed(parameter) or parameter.is_meta or hasattr(parameter, "ds_id"))
+    return not (is_packed(parameter) or parameter.is_meta or is_zero_shard(parameter))
 
 
 def _num_weights(layer: nn.Module) -> int:

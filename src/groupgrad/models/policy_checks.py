@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.integrations.sharding.fsdp import local_part
 from groupgrad.models.quantized import is_packed
+from groupgrad.models.shards import local_part
 from groupgrad.models.unwrapping import unwrap
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 from groupgrad import dist
 from groupgrad.errors import UnavailableError
-from groupgrad.integrations.sharding.sharding import ShardSnapshot, is_sharded, local_part
+from groupgrad.integrations.sharding.sharding import ShardSnapshot
 from groupgrad.models.adapters import active_adapters, is_adapted, leaves_base_unchanged
+from groupgrad.models.shards import is_sharded, shard_values
 from groupgrad.models.unwrapping import parameters_replaced
 from groupgrad.models.weights import plain_name
 from groupgrad.models.weights_digest import weights_digest
@@ -80,7 +81,7 @@ class Reference:
             return
         for name, weight in self._policy.named_parameters():
             if not weight.requires_grad:
-                yield name, local_part(weight)
+                yield name, shard_values(weight)
         idle = {name for name, weight in self._parameters.items() if "lora_" in name and not bool(weight.any())}
         for name, weight in self._parameters.items():
             if name.replace("_A.", "_B.") not in idle:

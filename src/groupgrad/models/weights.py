@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from groupgrad.integrations.sharding import zero3
-from groupgrad.integrations.sharding.fsdp import unsharded_classes
-from groupgrad.integrations.sharding.sharding import gathered, is_sharded
 from groupgrad.models.adapters import active_adapters, is_adapted
 from groupgrad.models.quantized import is_packed
+from groupgrad.models.shards import gathered, is_shard, is_sharded, is_zero_shard, unsharded_classes
 from groupgrad.models.unwrapping import base_model, unwrap
 
 # Wrappers that insert their own name into the names of parameters.
@@ -222,9 +221,9 @@ def _empty(tensor: Any) -> torch.Tensor:
 
 
 def _unsharded(tensor: Any) -> torch.Tensor:
-    if hasattr(tensor, "full_tensor"):
+    if is_shard(tensor):
         return tensor.full_tensor().detach()
-    if hasattr(tensor, "ds_id"):
+    if is_zero_shard(tensor):
         with zero3.gathered([tensor]):
             return tensor.detach().clone()
     return tensor.detach()

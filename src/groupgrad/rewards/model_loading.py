@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.integrations.sharding.sharding import loading_unsharded
 from groupgrad.models.model_names import missing_because, model_source
+from groupgrad.models.shards import loading_unsharded
 
 HUB_KEYS = ("cache_dir", "local_files_only", "proxies", "token")
 """Entries of the policy's `model_init_kwargs` that reward models share: they set how files are downloaded."""

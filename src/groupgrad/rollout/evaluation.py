@@ -14,8 +14,8 @@ from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
-from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.metrics import Metric, mean_of
+from groupgrad.models.shards import is_sharded
 from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known_rows, known_scores, policy_loss
 from groupgrad.objectives.pass_at_k import pass_metrics
 from groupgrad.rollout.collector import Experience, ExperienceCollector

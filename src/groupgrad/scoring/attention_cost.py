@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from groupgrad.integrations.sharding.sharding import num_parameters
 from groupgrad.models.layer_configs import layer_configs
+from groupgrad.models.shards import num_parameters
 
 _FULL = frozenset({"attention", "full_attention", "hybrid"})
 """Kinds of layers in which a token attends to all tokens before it."""

@@ -22,10 +22,9 @@ from groupgrad.batch import Batch, StepTotals, TokenScores, on_host, to_device
 from groupgrad.dist import RankGroup
 from groupgrad.integrations.sharding.context_split import score_over_ranks
 from groupgrad.integrations.sharding.sharded_scores import on_shards, score_beside, with_vision_tower
-from groupgrad.integrations.sharding.sharding import gather_per_module, is_sharded
-from groupgrad.integrations.sharding.zero3 import is_zero_sharded
 from groupgrad.memory.oom import score_in_parts
 from groupgrad.models.adapters import dora_scales_kept
+from groupgrad.models.shards import gather_per_module, is_sharded, is_zero_sharded
 from groupgrad.models.unwrapping import output_head, unwrap
 from groupgrad.scoring.attention import attention_dropout, continues_prefixes, flat_obstacle, without_cudnn_attention
 from groupgrad.scoring.early_gradients import PrecomputedGradient

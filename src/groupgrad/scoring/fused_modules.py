@@ -28,7 +28,6 @@ from torch.autograd import forward_ad
 
 from groupgrad import kernels
 from groupgrad.integrations.recurrent.stretches import STRETCH_TOKENS, is_long
-from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.kernels import layers
 from groupgrad.models.families import (
     CAUSAL_LMS,
@@ -39,6 +38,7 @@ from groupgrad.models.families import (
     NORMS,
     is_transformers_class,
 )
+from groupgrad.models.shards import is_sharded
 from groupgrad.models.unwrapping import is_prepared, unwrap
 from groupgrad.scoring.attention import is_checkpointing
 

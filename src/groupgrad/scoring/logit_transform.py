@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.integrations.sharding.zero3 import is_zero_sharded
 from groupgrad.models.adapters import active_adapters, is_adapted
 from groupgrad.models.families import logit_effect
 from groupgrad.models.load import Float32Linear
+from groupgrad.models.shards import is_zero_sharded
 from groupgrad.scoring.tiled_head import LogitTransform, LowRank, OutputHead
 
 _ABOUT_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")

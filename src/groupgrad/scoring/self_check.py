@@ -14,7 +14,7 @@ from torch import nn
 
 from groupgrad.batch import Batch
 from groupgrad.errors import UnavailableError
-from groupgrad.integrations.sharding.sharding import is_sharded
+from groupgrad.models.shards import is_sharded
 from groupgrad.models.unwrapping import base_model, is_multimodal, output_head, placeholder_ids, unwrap
 from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, InputLayout, build_batch, evaluation_mode, score_tokens

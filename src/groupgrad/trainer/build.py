@@ -29,7 +29,6 @@ from groupgrad.engines.selection import EngineChoice, choose_engine
 from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding import fsdp, zero3
 from groupgrad.integrations.sharding.context_group import context_group
-from groupgrad.integrations.sharding.sharding import gather_all, gather_per_module
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.kernels.threads import limit_spinning
 from groupgrad.memory.memory_guards import memory_guard, obstacle_to_cutting
@@ -41,6 +40,7 @@ from groupgrad.models.liger import apply_kernels
 from groupgrad.models.model_names import folder_as_text, model_source
 from groupgrad.models.policy_checks import check_language_model, check_vocabulary
 from groupgrad.models.reference import Reference, check_sharded_policy
+from groupgrad.models.shards import gather_all, gather_per_module, without_accelerate
 from groupgrad.models.unwrapping import is_multimodal, unwrap
 from groupgrad.multimodal.vlm_prompts import (
     VisionPromptMaker,
@@ -103,7 +103,7 @@ def build_policy(
         compat.join_tf32_settings()
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
-    with fsdp.without_accelerate():
+    with without_accelerate():
         model = _load_base(folder_as_text(model), config, quantization_config, peft_config)
     check_language_model(model)
     adapter_is_fresh = not is_adapted(model)

@@ -16,8 +16,8 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.errors import NonFiniteError
-from groupgrad.integrations.sharding.fsdp import local_part
 from groupgrad.metrics import Metric, latest
+from groupgrad.models.shards import local_part
 from groupgrad.objectives import NonFiniteToken, PolicyLoss, nonfinite_tokens
 from groupgrad.trainer.callbacks import SameOnRanks
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils import deterministic
 
 from groupgrad import dist
-from groupgrad.integrations.sharding.fsdp import is_shard, local_part
 from groupgrad.memory.oom import release_frames
+from groupgrad.models.shards import is_shard, local_part
 
 
 class GradientSums:

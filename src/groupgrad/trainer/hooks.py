@@ -60,18 +60,13 @@ from groupgrad.engines.base import Engine
 from groupgrad.engines.selection import replaces_generate
 from groupgrad.errors import HangError
 from groupgrad.integrations.sharding import zero3
-from groupgrad.integrations.sharding.fsdp import (
-    clip_offloaded,
-    is_fully_sharded,
-    is_shard,
-    without_accelerate,
-)
-from groupgrad.integrations.sharding.sharding import is_sharded
+from groupgrad.integrations.sharding.fsdp import clip_offloaded
 from groupgrad.integrations.vllm import setup as vllm_setup
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.metrics import latest
 from groupgrad.models.reference import Reference
+from groupgrad.models.shards import is_fully_sharded, is_shard, is_sharded, without_accelerate
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.custom import sample_completions

@@ -14,7 +14,7 @@ from groupgrad.checkpoints import sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint
 from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER
 from groupgrad.errors import CheckpointError
-from groupgrad.integrations.sharding.fsdp import is_fully_sharded
+from groupgrad.models.shards import is_fully_sharded
 from groupgrad.trainer.resumed_parameters import trained_parameters
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.data.digest import dataset_digest
-from groupgrad.integrations.sharding.sharding import is_sharded
+from groupgrad.models.shards import is_sharded
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.models.weights_digest import weights_digest
 from groupgrad.rollout.collector import Experience

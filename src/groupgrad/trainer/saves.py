@@ -23,10 +23,11 @@ from groupgrad.checkpoints import saving, sharded_files
 from groupgrad.checkpoints.manifest import file_names
 from groupgrad.checkpoints.plausible import SCHEDULER, TRAINER_STATE
 from groupgrad.errors import CheckpointNotSaved, NonFiniteError
-from groupgrad.integrations.sharding.fsdp import is_fully_sharded, unsharded_classes, whole_state_dict
+from groupgrad.integrations.sharding.fsdp import whole_state_dict
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.adapters import adapter_settings, is_adapted
 from groupgrad.models.policy_checks import nonfinite_weights
+from groupgrad.models.shards import is_fully_sharded, unsharded_classes
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.run_folder.progress import bars_on_terminals_only
 from groupgrad.trainer import changed_options, resumed_optimizer, resumed_parameters

@@ -32,9 +32,8 @@ from groupgrad.batching.rank_balance import rows_to_trainers
 from groupgrad.batching.totals import step_totals, with_drift_cutoff, with_entropy_threshold, with_selected
 from groupgrad.config import GRPOConfig
 from groupgrad.engines.native import NativeEngine
-from groupgrad.integrations.sharding.fsdp import is_offloaded
-from groupgrad.integrations.sharding.sharding import is_sharded, num_parameters
 from groupgrad.metrics import merge_all
+from groupgrad.models.shards import is_offloaded, is_sharded, num_parameters
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.objectives import (
     FORWARD_AND_BACKWARD,

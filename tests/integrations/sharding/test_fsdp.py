@@ -17,15 +17,20 @@ from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding.fsdp import (
     FSDPOptions,
     decoder_layers,
-    is_fully_sharded,
     is_hook,
-    is_shard,
-    local_part,
     shard,
     whole_parameters,
     whole_state_dict,
 )
-from groupgrad.integrations.sharding.sharding import ShardSnapshot, gather_all, is_sharded, num_parameters
+from groupgrad.integrations.sharding.sharding import ShardSnapshot
+from groupgrad.models.shards import (
+    gather_all,
+    is_fully_sharded,
+    is_shard,
+    is_sharded,
+    local_part,
+    num_parameters,
+)
 from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.scoring.self_check import random_batch
 

@@ -17,14 +17,9 @@ from vlm_batches import make_batch, make_vlm_setup
 
 from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding import zero3
-from groupgrad.integrations.sharding.sharding import (
-    ShardSnapshot,
-    gather_all,
-    gather_per_module,
-    is_sharded,
-    num_parameters,
-)
+from groupgrad.integrations.sharding.sharding import ShardSnapshot
 from groupgrad.models.reference import Reference, check_sharded_policy
+from groupgrad.models.shards import gather_all, gather_per_module, is_sharded, num_parameters
 from groupgrad.models.weights import checkpoint_weights
 from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.scoring.self_check import check_layout, random_batch

@@ -18,7 +18,7 @@ from stranger_cases import announce
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.errors import WeightsLost
-from groupgrad.integrations.sharding.fsdp import FSDPOptions, is_fully_sharded, shard
+from groupgrad.integrations.sharding.fsdp import FSDPOptions, shard
 from groupgrad.integrations.vllm import client as client_module
 from groupgrad.integrations.vllm import server_rows
 from groupgrad.integrations.vllm.client import incompatibilities
@@ -26,6 +26,7 @@ from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeo
 from groupgrad.integrations.vllm.media import decode
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 from groupgrad.integrations.vllm.wire import PROTOCOL
+from groupgrad.models.shards import is_fully_sharded
 from groupgrad.types import Media
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))

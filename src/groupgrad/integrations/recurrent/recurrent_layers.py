@@ -23,8 +23,8 @@ from torch import nn
 
 from groupgrad.integrations.recurrent import recurrent_packages, recurrent_scans
 from groupgrad.integrations.recurrent.stretches import STRETCH_TOKENS, Carried, Stretch, cut, is_long
-from groupgrad.integrations.sharding.zero3 import is_zero_sharded
 from groupgrad.models.families import is_transformers_class
+from groupgrad.models.shards import is_zero_sharded
 from groupgrad.scoring.recurrence import Recurrence
 
 

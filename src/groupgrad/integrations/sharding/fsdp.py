@@ -7,7 +7,6 @@ of this: its FSDP refuses CPUs, and one way of sharding serves all devices.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,14 +22,11 @@ from transformers.utils import ModelOutput
 from groupgrad import dist
 from groupgrad.errors import UnavailableError
 from groupgrad.models.quantized import is_packed
+from groupgrad.models.shards import CPU_OFFLOAD, is_fully_sharded, is_shard, local_part, unsharded_classes
 from groupgrad.models.unwrapping import base_model, is_multimodal, parameters_replaced
 
 _torch_fsdp: Any = torch_fsdp
-_Sharded: Any = getattr(torch_fsdp, "FSDPModule", None)
-"""The class of sharded modules; None in torch before 2.6."""
-_LAUNCHER_FLAG = "ACCELERATE_USE_FSDP"
 _COMPUTE_DTYPE = "_groupgrad_compute_dtype"
-_CPU_OFFLOAD = "_groupgrad_cpu_offload"
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,7 +49,7 @@ def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
     With `cpu_offload` the shards stay in host memory. The model gets the class `FSDP<its class>`. UnavailableError for
     a model that cannot be sharded so.
     """
-    if _Sharded is None:
+    if not hasattr(torch_fsdp, "FSDPModule"):
         raise UnavailableError(f"fsdp needs torch 2.6 or newer, and torch {torch.__version__} is installed; update it")
     layers = decoder_layers(model, options.layer_classes)
     _check(model, layers)
@@ -69,7 +65,7 @@ def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
         model.register_forward_hook(_without_encoder_outputs)  # before the hook of FSDP
     fully_shard(model, reshard_after_forward=False)
     setattr(model, _COMPUTE_DTYPE, options.compute_dtype)
-    setattr(model, _CPU_OFFLOAD, options.cpu_offload)
+    setattr(model, CPU_OFFLOAD, options.cpu_offload)
 
 
 def _without_encoder_outputs(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -127,21 +123,6 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     return inner.get_decoder()
 
 
-def is_fully_sharded(model: nn.Module) -> bool:
-    """True for a model that `shard` has sharded."""
-    return _Sharded is not None and isinstance(model, _Sharded)
-
-
-def is_shard(parameter: Any) -> bool:
-    """True for a parameter of which this rank holds a part."""
-    return hasattr(parameter, "full_tensor")
-
-
-def is_offloaded(model: nn.Module) -> bool:
-    """True for a sharded model whose shards are in host memory."""
-    return bool(getattr(model, _CPU_OFFLOAD, False))
-
-
 @torch.no_grad()
 def clip_offloaded(model: nn.Module, max_norm: float, device: torch.device) -> torch.Tensor:
     """The norm of the gradient of an offloaded model, which is scaled down to `max_norm` if it is larger. Collective.
@@ -157,11 +138,6 @@ def clip_offloaded(model: nn.Module, max_norm: float, device: torch.device) -> t
         for gradient in gradients:
             gradient.mul_(scale)
     return norm
-
-
-def local_part(parameter: Any) -> torch.Tensor:
-    """This rank's part of a parameter or a gradient, sharing its memory; the tensor itself if it is unsharded."""
-    return parameter.detach().to_local() if is_shard(parameter) else parameter
 
 
 def reshard(model: nn.Module) -> None:
@@ -209,24 +185,6 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def unsharded_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module`, which for a sharded one is the class that it had before."""
-    return next(kind for kind in type(module).__mro__ if _Sharded is None or not issubclass(kind, _Sharded))
-
-
-@contextmanager
-def unsharded_classes(model: nn.Module) -> Iterator[None]:
-    """Inside, every module of `model` has its own class, by which transformers finds a model's names in checkpoints."""
-    classes = [(module, type(module)) for module in model.modules() if is_fully_sharded(module)]
-    try:
-        for module, _ in classes:
-            module.__class__ = unsharded_class(module)
-        yield
-    finally:
-        for module, kind in classes:
-            module.__class__ = kind
-
-
 def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """All weights of a sharded model on the CPU of the main process, tied ones as one tensor; empty elsewhere.
 
@@ -246,17 +204,6 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def is_hook(hook: Any) -> bool:
     """True for a hook of FSDP."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
-
-
-@contextmanager
-def without_accelerate() -> Iterator[None]:
-    """Inside, neither accelerate nor transformers sees that the launcher has turned FSDP on."""
-    flag = os.environ.pop(_LAUNCHER_FLAG, None)
-    try:
-        yield
-    finally:
-        if flag is not None:
-            os.environ[_LAUNCHER_FLAG] = flag
 
 
 def _check(model: Any, layers: Sequence[nn.Module]) -> None:

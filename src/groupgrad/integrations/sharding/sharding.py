@@ -16,23 +16,7 @@ import torch
 from torch import nn
 
 from groupgrad.integrations.sharding import fsdp, zero3
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """True if parameters are sharded over ranks (ZeRO-3, FSDP 2)."""
-    return any(zero3.is_shard(parameter) or fsdp.is_shard(parameter) for parameter in model.parameters())
-
-
-def local_part(parameter: Any) -> torch.Tensor:
-    """This rank's shard of a parameter, gathered or not; the numbers of one that is not sharded."""
-    if zero3.is_shard(parameter):
-        return parameter.ds_tensor.detach()
-    return fsdp.local_part(parameter).detach()
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Number of parameters of `model`, shards of other ranks included."""
-    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
+from groupgrad.models.shards import is_fully_sharded, is_shard, is_zero_shard, shard_values
 
 
 @contextmanager
@@ -46,9 +30,9 @@ def gathered(module: nn.Module) -> Iterator[None]:
 def gather_all(model: nn.Module) -> Iterator[None]:
     """Gathers all parameters of `model` on every rank; inside, its passes are not collectives. Collective on entry.
 
-    Needs memory for all parameters. Nothing may be trained inside. An unsharded model is left as it is.
+    Needs memory for all parameters. Nothing may be trained inside.
     """
-    if fsdp.is_fully_sharded(model):
+    if is_fully_sharded(model):
         with fsdp.unsharded(model), _unhooked(model):
             yield
     elif any(zero3.is_absent(parameter) for parameter in model.parameters()):
@@ -64,7 +48,7 @@ def gather_per_module(model: nn.Module) -> Iterator[None]:
 
     A rank needs memory for its shards and the largest module, under FSDP for embeddings, head and the largest layer.
     """
-    if fsdp.is_fully_sharded(model):
+    if is_fully_sharded(model):
         try:
             yield
         finally:
@@ -72,13 +56,6 @@ def gather_per_module(model: nn.Module) -> Iterator[None]:
     else:
         with zero3.gather_per_module(model):
             yield
-
-
-@contextmanager
-def loading_unsharded() -> Iterator[None]:
-    """Inside, models are loaded whole on every rank, whatever shards the policy."""
-    with zero3.loading_unsharded(), fsdp.without_accelerate():
-        yield
 
 
 class ShardSnapshot:
@@ -113,8 +90,8 @@ class ShardSnapshot:
         zero3.release(self._model.parameters())
         parameters: Any = self._model.named_parameters()
         for name, parameter in parameters:
-            if zero3.is_shard(parameter) or fsdp.is_shard(parameter):
-                yield name, local_part(parameter)
+            if is_zero_shard(parameter) or is_shard(parameter):
+                yield name, shard_values(parameter)
 
 
 @contextmanager

@@ -11,26 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations import deepspeed as hf_deepspeed
 
 from groupgrad.errors import UnavailableError
+from groupgrad.models.shards import is_zero_shard
 from groupgrad.models.unwrapping import is_multimodal
 from groupgrad.types import Prompt
 
 
-def is_shard(parameter: Any) -> bool:
-    """True for a parameter that ZeRO-3 shards, gathered or not."""
-    return hasattr(parameter, "ds_id")
-
-
 def is_absent(parameter: Any) -> bool:
     """True if this rank currently has only its shard of the parameter."""
-    return is_shard(parameter) and parameter.ds_status.name != "AVAILABLE"
-
-
-def is_zero_sharded(model: nn.Module) -> bool:
-    """True if ZeRO-3 shards the model, so that hooks gather the parameters of each module by themselves."""
-    return any(is_shard(parameter) for parameter in model.parameters())
+    return is_zero_shard(parameter) and parameter.ds_status.name != "AVAILABLE"
 
 
 @contextmanager
@@ -79,20 +69,6 @@ def gather_per_module(model: nn.Module) -> Iterator[None]:
         release(gathered_now.values())
 
 
-@contextmanager
-def loading_unsharded() -> Iterator[None]:
-    """Inside, models are loaded unsharded on every rank; under ZeRO-3 transformers would shard each of them."""
-    if not hf_deepspeed.is_deepspeed_zero3_enabled():
-        yield
-        return
-    config = hf_deepspeed._hf_deepspeed_config_weak_ref()  # pyright: ignore[reportOptionalCall]
-    hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        hf_deepspeed.set_hf_deepspeed_config(config)
-
-
 def image_of_every_pass(model: nn.Module, example: Prompt | None, aux_loss_coef: float) -> Prompt | None:
     """The prompt with an image that ranks compute in passes without one; None for a model that takes text alone.
 
@@ -135,7 +111,7 @@ def release(parameters: Iterable[Any]) -> None:
 
     ZeRO may keep small parameters gathered between passes, and would use them in place of changed shards.
     """
-    present = [parameter for parameter in parameters if is_shard(parameter) and not is_absent(parameter)]
+    present = [parameter for parameter in parameters if is_zero_shard(parameter) and not is_absent(parameter)]
     if present:
         present[0].partition(param_list=present, has_been_updated=False)
 

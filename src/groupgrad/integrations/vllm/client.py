@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from groupgrad._version import __version__
-from groupgrad.integrations.sharding.fsdp import unsharded_class
 from groupgrad.integrations.vllm.http import (
     LOOK_TIMEOUT_S,
     Address,
@@ -34,6 +33,7 @@ from groupgrad.integrations.vllm.wire import (
     specs_to_json,
     torch_dtype,
 )
+from groupgrad.models.shards import unsharded_class
 from groupgrad.models.unwrapping import base_model, unwrap
 from groupgrad.models.weights import adapter_files
 

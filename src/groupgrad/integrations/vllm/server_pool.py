@@ -18,7 +18,6 @@ from groupgrad import dist
 from groupgrad.concurrency.daemon_threads import DaemonThreads
 from groupgrad.engines.base import Sample, SamplingOptions, TicketSession
 from groupgrad.errors import WeightsLost
-from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.integrations.vllm.client import ServerClient, another_trainer
 from groupgrad.integrations.vllm.http import GIVEN_UP, POLL_S, Address, ServerRefused, ServerTimeout
 from groupgrad.integrations.vllm.server_rows import ServerRows, open_rows
@@ -27,6 +26,7 @@ from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 from groupgrad.integrations.vllm.weight_transport import GROUP_PORT
 from groupgrad.integrations.vllm.wire import AS_LOADED
+from groupgrad.models.shards import is_sharded
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.integrations.vllm.wire import BUCKET_BYTES, as_announced, bucket_ranges, specs_of, torch_dtype
+from groupgrad.models.shards import is_sharded
 from groupgrad.models.weights import checkpoint_weights
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
