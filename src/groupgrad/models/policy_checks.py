@@ -36,10 +36,10 @@ def nonfinite_weights(model: nn.Module, *, trained_only: bool = False) -> str | 
     With `trained_only` frozen parameters are not read. Of a sharded parameter this rank's part is read.
     """
     for name, parameter in model.named_parameters():
+        if trained_only and not parameter.requires_grad:
+            continue
         parameter = local_part(parameter)
         if parameter.is_meta or is_packed(parameter) or parameter.dtype.itemsize < 2:  # quantized
-            continue
-        if trained_only and not parameter.requires_grad:
             continue
         # The sum needs no copy of the weights, and is finite only if all of them are. MPS has no float64.
         dtype = torch.float32 if parameter.device.type == "mps" else torch.float64

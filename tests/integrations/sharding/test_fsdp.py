@@ -23,6 +23,7 @@ from groupgrad.integrations.sharding.fsdp import (
     whole_state_dict,
 )
 from groupgrad.integrations.sharding.sharding import ShardSnapshot
+from groupgrad.models.policy_checks import nonfinite_weights
 from groupgrad.models.shards import (
     gather_all,
     is_fully_sharded,
@@ -162,3 +163,13 @@ def test_layers_can_be_named(make_model):
     assert decoder_layers(model) == list(model.model.layers)
     assert decoder_layers(model, ["Qwen3MLP"]) == [layer.mlp for layer in model.model.layers]
     assert decoder_layers(model, ["Qwen3DecoderLayer", "Qwen3MLP"]) == list(model.model.layers)
+
+
+def test_trained_shards_that_are_not_finite_are_named(sharded):
+    assert nonfinite_weights(sharded, trained_only=True) is None
+    parameter = sharded.model.norm.weight
+    local_part(parameter)[0] = torch.nan
+    found = nonfinite_weights(sharded, trained_only=True)
+    assert found == f"1 of {parameter.numel()} numbers of the model's model.norm.weight are NaN or infinite"
+    parameter.requires_grad_(False)
+    assert nonfinite_weights(sharded, trained_only=True) is None
