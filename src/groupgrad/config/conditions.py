@@ -17,10 +17,9 @@ from transformers import GenerationConfig
 
 from groupgrad.config.field_rules import DICTS, field_problem, is_number
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
-from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
+from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, shaping_fields, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged
-from groupgrad.integrations.vllm.vllm_params import shaping
 from groupgrad.objectives import Estimator, Mask, Method, find_estimator, find_mask, find_method
 from groupgrad.spelling import with_nearest
 
@@ -280,10 +279,10 @@ def uncorrected(c: GRPOSettings) -> str | None:
     """
     if not c.use_vllm or not c.vllm_importance_sampling_correction or has_comparable_logprobs(c):
         return None
-    fields = vllm_fields(c)
-    shown = [f"{name}={fields[name]!r}" for name in shaping(fields)]
+    temperature = vllm_fields(c)["temperature"]
+    shown = [f"{name}={value!r}" for name, value in shaping_fields(c).items()]
     return (
-        f"{', '.join(shown)} beside temperature={fields['temperature']!r} with use_vllm=True: vLLM returns a token's "
+        f"{', '.join(shown)} beside {temperature=} with use_vllm=True: vLLM returns a token's "
         "log-prob among the tokens that were left, and training does not know which were, so that the difference "
         "between the two is not corrected for. With temperature=1.0 and without a structure it is"
     )

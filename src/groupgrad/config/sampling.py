@@ -6,7 +6,6 @@ from typing import Any
 
 from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.engines.base import SamplingOptions
-from groupgrad.integrations.vllm.vllm_params import logprobs_mode, sampling_fields
 
 
 def sampling_options(config: GRPOSettings, *, eos_ids: list[int], pad_id: int) -> SamplingOptions:
@@ -41,10 +40,22 @@ def eval_sampling_changes(config: GRPOSettings) -> dict[str, Any]:
 def vllm_fields(config: GRPOSettings) -> dict[str, Any]:
     """Returns the fields of vLLM's `SamplingParams` that all rows share, without end-of-sequence ids. ValueError for
     fields that groupgrad sets for each row."""
+    from groupgrad.integrations.vllm.vllm_params import sampling_fields
+
     sampling = sampling_options(config, eos_ids=[], pad_id=0)
     return sampling_fields(sampling, regex=config.vllm_structured_outputs_regex)
 
 
 def has_comparable_logprobs(config: GRPOSettings) -> bool:
     """True if vLLM can return log-probs of the distribution that training scores."""
+    from groupgrad.integrations.vllm.vllm_params import logprobs_mode
+
     return logprobs_mode(vllm_fields(config)) is not None
+
+
+def shaping_fields(config: GRPOSettings) -> dict[str, Any]:
+    """Returns those of `vllm_fields` that change the tokens' distribution from the temperature softmax."""
+    from groupgrad.integrations.vllm.vllm_params import shaping
+
+    fields = vllm_fields(config)
+    return {name: fields[name] for name in shaping(fields)}

@@ -130,6 +130,42 @@ class Session(Protocol):
         ...
 
 
+class EngineWithWeights(Engine, Protocol):
+    """An engine with a copy of the policy's weights (vLLM), which samples from those of the last `refresh`."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Limit on the tokens of a prompt and its completion together."""
+        ...
+
+    def refresh(self, policy_step: int, *, keeps_rows: bool = False) -> None:
+        """Sends the policy's weights of this optimizer step, unless the engine has them already. Collective.
+
+        Nothing may be sampled meanwhile, unless `keeps_rows`: then rows in progress go on with the new weights.
+        """
+        ...
+
+    def invalidate(self) -> None:
+        """Makes the next `refresh` send the weights even if the step is the same: the policy may have changed."""
+        ...
+
+    def freeze_weights(self) -> AbstractContextManager[None]:
+        """Inside, no weights are sent: sampling fails with WeightsLost if the engine loses those that it has."""
+        ...
+
+    def sleep(self) -> None:
+        """Frees memory until the next `refresh`, if the engine was started for that."""
+        ...
+
+    def stop(self) -> None:
+        """Makes sampling in another thread fail soon."""
+        ...
+
+    def close(self) -> None:
+        """Ends what this process started of the engine."""
+        ...
+
+
 def sample_all(session: Session, requests: Sequence[Request]) -> list[Sample]:
     """One sample per request, in order, of a session without other requests."""
     tickets = [session.submit(request) for request in requests]

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from groupgrad import dist
+from groupgrad.engines.base import EngineWithWeights
 from groupgrad.errors import WeightsLost
-from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource
 from groupgrad.run_folder.timings import Timings
 from groupgrad.types import Rollout
@@ -31,7 +31,13 @@ class RolloutPrefetcher:
     """
 
     def __init__(
-        self, source: RolloutSource, timings: Timings, weights: VLLMPolicy, *, ahead: int = 0, in_flight: bool = False
+        self,
+        source: RolloutSource,
+        timings: Timings,
+        weights: EngineWithWeights,
+        *,
+        ahead: int = 0,
+        in_flight: bool = False,
     ):
         self._source, self._timings, self._weights, self.ahead = source, timings, weights, ahead
         self._in_flight = in_flight

@@ -24,12 +24,11 @@ from groupgrad.config.settings import mapping
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.dist import RankGroup
-from groupgrad.engines.base import Engine, SamplingOptions
+from groupgrad.engines.base import Engine, EngineWithWeights, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
 from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding import fsdp, zero3
 from groupgrad.integrations.sharding.context_group import context_group
-from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.kernels.threads import limit_spinning
 from groupgrad.memory.memory_guards import memory_guard, obstacle_to_cutting
 from groupgrad.memory.oom_retry import MemoryGuard
@@ -199,10 +198,16 @@ class ExecutionPlan:
     """The prompt with an image that the self-check used; None for a model that takes text alone."""
     rank_group: RankGroup | None = None
     """The ranks that train rows together with this one; None if each trains rows of its own."""
+    vllm_policy: EngineWithWeights | None = None
+    """The engine, if it is vLLM."""
 
 
 def plan_execution(
-    config: GRPOConfig, model: nn.Module, policy: PolicyBundle, precision: Any, vllm_policy: Engine | None = None
+    config: GRPOConfig,
+    model: nn.Module,
+    policy: PolicyBundle,
+    precision: Any,
+    vllm_policy: EngineWithWeights | None = None,
 ) -> ExecutionPlan:
     """Chooses the engine and the layout for the model, which are tried on random tokens. Collective.
 
@@ -226,7 +231,7 @@ def plan_execution(
         engine = EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}")
     else:
         engine = engine_of_model(config, model, policy, precision, example)
-    return ExecutionPlan(engine, report, example, rank_group)
+    return ExecutionPlan(engine, report, example, rank_group, vllm_policy)
 
 
 def engine_of_model(
@@ -372,7 +377,7 @@ def build_components(
     policy_options = component_options.policy_options(config, prompt_maker.max_context)
     forward_options = component_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
     forward_options = execution.layout_report.options(forward_options)
-    engine = execution.engine_choice.engine
+    engine, vllm_policy = execution.engine_choice.engine, execution.vllm_policy
     if zero_stage(config) == 3:
         image = zero3.image_of_every_pass(policy.model, execution.example, policy.aux_loss_coef)
         forward_options = replace(forward_options, image_example=image)
@@ -402,9 +407,9 @@ def build_components(
     end_ids = (*sampling.eos_ids, *(() if rollout_components.chat is None else rollout_components.chat.end_ids))
     rewards.texts = trainer.eval_rewards.texts = CompletionTexts(policy.tokenizer, frozenset(end_ids))
     prefetcher, around = None, nullcontext
-    if isinstance(engine, VLLMPolicy):
+    if vllm_policy is not None:
         ahead, in_flight = config.rollout_ahead, config.vllm_in_flight_updates
-        prefetcher = RolloutPrefetcher(rollouts, timings, engine, ahead=ahead, in_flight=in_flight)
+        prefetcher = RolloutPrefetcher(rollouts, timings, vllm_policy, ahead=ahead, in_flight=in_flight)
     elif uses_deepspeed(config) or uses_fsdp(config):
         around = partial(gather_all, policy.model)
     dynamic = (

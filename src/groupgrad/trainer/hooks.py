@@ -56,13 +56,11 @@ from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.engines.base import Engine
+from groupgrad.engines.base import Engine, EngineWithWeights
 from groupgrad.engines.selection import replaces_generate
 from groupgrad.errors import HangError
 from groupgrad.integrations.sharding import zero3
 from groupgrad.integrations.sharding.fsdp import clip_offloaded
-from groupgrad.integrations.vllm import setup as vllm_setup
-from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.metrics import latest
 from groupgrad.models.reference import Reference
@@ -141,7 +139,7 @@ class Hooks(TRLNames, Trainer):
     eval_metric_store: MetricStore
     """Metrics of the present or the next evaluation."""
     reference: Reference | None
-    vllm_policy: VLLMPolicy | None = None
+    vllm_policy: EngineWithWeights | None = None
     """vLLM with the policy's weights, if it samples."""
     engine: Engine
     prompt_maker: PromptMaker
@@ -287,9 +285,11 @@ class Hooks(TRLNames, Trainer):
         seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
         return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)
 
-    def _serve(self, policy: build.PolicyBundle) -> VLLMPolicy:
+    def _serve(self, policy: build.PolicyBundle) -> EngineWithWeights:
         """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
-        served = vllm_setup.serve_policy(self.args, self.model, policy, self.rollout_components)
+        from groupgrad.integrations.vllm import setup
+
+        served = setup.serve_policy(self.args, self.model, policy, self.rollout_components)
         # What this process started of vLLM ends with the trainer, or when the process does.
         weakref.finalize(self, served.close)
         max_context, longest = self.prompt_maker.max_context, served.max_model_len
