@@ -170,7 +170,7 @@ def test_gated_layers_take_long_rows_in_stretches(monkeypatch: pytest.MonkeyPatc
     x, sizes, found = torch.randn(1, 70, 16), [], []
     model[0].up_proj.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[1]))
     for most in (100, 32):
-        monkeypatch.setattr("groupgrad.integrations.recurrent.stretches.tokens_per_pass", lambda width, most=most: most)
+        monkeypatch.setattr("groupgrad.memory.oom_retry.tokens_per_pass", lambda width, most=most: most)
         monkeypatch.setattr("groupgrad.scoring.fused_modules.STRETCH_TOKENS", most)
         with compiled_parts(model), torch.no_grad():
             found.append(model(x))

@@ -14,10 +14,11 @@ from ragged_rows import assert_same_gradients, assert_scored_as_one_pass_a_row, 
 from tiny_hybrids import CONFIGS, make_hybrid
 from token_spans import make_spans
 
-from groupgrad.integrations.recurrent import recurrent_layers, recurrent_scans, stretches
+from groupgrad.integrations.recurrent import recurrent_layers, recurrent_scans
 from groupgrad.integrations.recurrent.recurrent_scans import gated_delta_rule
 from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
+from groupgrad.memory import oom_retry
 from groupgrad.scoring import recurrence as recurrence_module
 from groupgrad.scoring.attention import unplug
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
@@ -175,7 +176,7 @@ def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
     if library() is None:
         pytest.skip(status())
     model, batch, results = make_hybrid(family), batch_of(3), []
-    monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: longest)
+    monkeypatch.setattr(oom_retry, "tokens_per_pass", lambda width: longest)
     monkeypatch.setattr(recurrent_layers, "STRETCH_TOKENS", longest)
     weights = torch.linspace(-1, 2, batch.num_tokens)
     for is_compiled in (True, False):

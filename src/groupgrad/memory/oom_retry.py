@@ -52,6 +52,15 @@ def tokens_per_pass(hidden_size: int = _WIDTH) -> int:
     return TOKENS_PER_PASS_CPU * min(_MOST_TIMES, max(1, _WIDTH // max(1, hidden_size)))
 
 
+STRETCH_TOKENS = 2048
+"""Maximum number of tokens of a long row that a layer computes at once."""
+
+
+def is_long(states: torch.Tensor) -> bool:
+    """True if hidden `states` (..., T, width) have more tokens than a pass is cut to, which only a long row causes."""
+    return states.shape[-2] > tokens_per_pass(states.shape[-1])
+
+
 class MemoryGuard:
     """Trains the micro-batches of a step one after the other, and cuts a micro-batch that runs out of memory.
 

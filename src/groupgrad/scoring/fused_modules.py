@@ -27,8 +27,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from groupgrad import kernels
-from groupgrad.integrations.recurrent.stretches import STRETCH_TOKENS, is_long
 from groupgrad.kernels import layers
+from groupgrad.memory.oom_retry import STRETCH_TOKENS, is_long
 from groupgrad.models.families import (
     CAUSAL_LMS,
     CENTRED_NORMS,
@@ -392,7 +392,7 @@ def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     name = gate_activation(activation)
     if library is None or not _is_plain_input(input) or name is None:
         return None
-    # Tensors of the inner width stay small at any length of a row; see `stretches`. A gradient needs all of them.
+    # Tensors of the inner width stay small at any length of a row. A gradient needs all of them.
     is_cut = not torch.is_grad_enabled() and input.dim() > 1 and is_long(input)
     parts = input.split(STRETCH_TOKENS, dim=-2) if is_cut else (input,)
     outputs = []

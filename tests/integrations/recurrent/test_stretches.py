@@ -13,10 +13,11 @@ from ragged_rows import assert_scored_as_one_pass_a_row, gradients
 from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
 from token_spans import make_spans
 
-from groupgrad.integrations.recurrent import recurrent_layers, stretches
+from groupgrad.integrations.recurrent import recurrent_layers
 from groupgrad.integrations.recurrent.recurrent_scans import causal_conv1d, gated_delta_rule
 from groupgrad.integrations.recurrent.stretches import Carried, Stretch, cut
 from groupgrad.kernels import library, status
+from groupgrad.memory import oom_retry
 from groupgrad.scoring.attention import unplug
 from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
@@ -34,7 +35,7 @@ def short_stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         begin(self, carried)
 
     monkeypatch.setattr(Stretch, "begin_layer", counted)
-    monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: 128)
+    monkeypatch.setattr(oom_retry, "tokens_per_pass", lambda width: 128)
     monkeypatch.setattr(recurrent_layers, "STRETCH_TOKENS", 128)
     return computed
 
@@ -78,10 +79,10 @@ def test_passes_of_ordinary_length_and_models_under_zero_3_stay_whole(
     monkeypatch: pytest.MonkeyPatch, short_stretches: list[int]
 ) -> None:
     model, batch = make_hybrid("qwen3_5"), long_batch()
-    monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: 1000)
+    monkeypatch.setattr(oom_retry, "tokens_per_pass", lambda width: 1000)
     score_tokens(model, batch, ForwardOptions(layout="shared"))
     assert not short_stretches
-    monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: 128)
+    monkeypatch.setattr(oom_retry, "tokens_per_pass", lambda width: 128)
     monkeypatch.setattr("groupgrad.integrations.recurrent.recurrent_layers.is_zero_sharded", lambda model: True)
     score_tokens(model, batch, ForwardOptions(layout="shared"))
     assert not short_stretches

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from groupgrad.integrations.recurrent import recurrent_packages, recurrent_scans
-from groupgrad.integrations.recurrent.stretches import STRETCH_TOKENS, Carried, Stretch, cut, is_long
+from groupgrad.integrations.recurrent.stretches import Carried, Stretch, cut
+from groupgrad.memory.oom_retry import STRETCH_TOKENS, is_long
 from groupgrad.models.families import is_transformers_class
 from groupgrad.models.shards import is_zero_sharded
 from groupgrad.scoring.recurrence import Recurrence

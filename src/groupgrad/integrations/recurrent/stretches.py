@@ -13,18 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from groupgrad.memory.oom_retry import tokens_per_pass
 from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.recurrence import CHUNK_SIZES, Recurrence, Zeros, inputs_at
-
-STRETCH_TOKENS = 2048
-"""Maximum number of tokens in a stretch."""
-
-
-def is_long(states: torch.Tensor) -> bool:
-    """True if hidden `states` (..., T, width) have more tokens than a pass is cut to, which only a long row causes."""
-    return states.shape[-2] > tokens_per_pass(states.shape[-1])
-
 
 Carried = list[dict[int, torch.Tensor]]
 """Inputs and states that a layer's earlier stretches pass on to later ones.
