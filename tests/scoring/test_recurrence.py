@@ -19,6 +19,7 @@ from groupgrad.integrations.recurrent.recurrent_scans import gated_delta_rule
 from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.memory import oom_retry
+from groupgrad.models.recurrent_classes import RECURRENT_FUNCTIONS, RECURRENT_LAYERS
 from groupgrad.scoring import recurrence as recurrence_module
 from groupgrad.scoring.attention import unplug
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
@@ -26,6 +27,11 @@ from groupgrad.scoring.recurrence import Recurrence
 from groupgrad.scoring.self_check import check_layout
 
 OPTIONS = ForwardOptions(layout="shared")
+
+
+def test_each_recurrent_function_and_layer_has_a_counterpart() -> None:
+    assert recurrent_layers._COUNTERPARTS.keys() == RECURRENT_FUNCTIONS
+    assert recurrent_layers._LAYERS.keys() == RECURRENT_LAYERS
 
 
 @pytest.mark.quick("lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5")

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from groupgrad.integrations.recurrent.recurrent_layers import drop_kept_recurrence, recurrent_classes, routed
+from groupgrad.models.recurrent_classes import recurrent_classes
 from groupgrad.models.unwrapping import arguments, is_multimodal, pretrained, unwrapped_parts
 from groupgrad.scoring.attention_layout import AttentionCall, AttentionLayout, LayoutMask
 
@@ -79,6 +79,8 @@ def run_flat(
     try:
         with _wrapped_attention(inner, is_kept=is_kept), ExitStack() as routes:
             if recurrent_classes(inner):
+                from groupgrad.integrations.recurrent.recurrent_layers import routed
+
                 routes.enter_context(routed(inner, attention.recurrence, keep=is_kept))
             if "position_ids" in arguments(model):
                 extra["position_ids"] = positions.unsqueeze(-2)
@@ -97,7 +99,10 @@ def unplug(model: nn.Module) -> None:
         return
     for config in _configs.get(inner, ()):
         config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(_PREFIX)
-    drop_kept_recurrence(inner)
+    if recurrent_classes(inner):
+        from groupgrad.integrations.recurrent.recurrent_layers import drop_kept_recurrence
+
+        drop_kept_recurrence(inner)
 
 
 def flat_obstacle(model: nn.Module) -> str | None:

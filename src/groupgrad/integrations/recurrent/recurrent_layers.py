@@ -14,7 +14,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,7 @@ from torch import nn
 from groupgrad.integrations.recurrent import recurrent_packages, recurrent_scans
 from groupgrad.integrations.recurrent.stretches import Carried, Stretch, cut
 from groupgrad.memory.oom_retry import STRETCH_TOKENS, is_long
-from groupgrad.models.families import is_transformers_class
+from groupgrad.models.recurrent_classes import is_recurrent_class, recurrent_classes, recurrent_functions
 from groupgrad.models.shards import is_zero_sharded
 from groupgrad.scoring.recurrence import Recurrence
 
@@ -42,7 +41,7 @@ _COUNTERPARTS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _not_fused,
     "mamba_inner_fn": _not_fused,
 }
-"""Name of a function in transformers' model files -> its counterpart for flat tokens."""
+"""Each of `RECURRENT_FUNCTIONS` -> its counterpart for flat tokens."""
 
 
 def _lightning(module: Any, order: Recurrence, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
@@ -61,9 +60,7 @@ def _lightning(module: Any, order: Recurrence, hidden_states: torch.Tensor, **_:
 
 
 _LAYERS: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning}
-"""Class of layers that compute a recurrence in `forward` -> the counterpart of `forward` for flat tokens."""
-
-_classes: WeakKeyDictionary[nn.Module, list[type[nn.Module]]] = WeakKeyDictionary()
+"""Each of `RECURRENT_LAYERS` -> the counterpart of its `forward` for flat tokens."""
 
 _wrappers: set[Callable[..., Any]] = set()
 
@@ -92,7 +89,7 @@ def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]
     `drop_kept_recurrence`.
     """
     for cls in recurrent_classes(model):
-        for name in _routable(cls):
+        for name in recurrent_functions(cls):
             _wrap(inspect.unwrap(cls.forward).__globals__, name)
         _wrap_layer(cls)
     if type(order) is Recurrence:  # sampling cuts its prompts itself
@@ -121,30 +118,6 @@ def _present() -> Recurrence | None:
     return list(_kept.values())[-1] if _kept and is_backward else None
 
 
-def recurrent_classes(model: nn.Module) -> list[type[nn.Module]]:
-    """The classes of layers in `model` that can be routed; decode steps ask often, so they are looked up once."""
-    if model not in _classes:
-        _classes[model] = [
-            cls for cls in {type(module) for module in model.modules()} if _routable(cls) or _replaces_forward(cls)
-        ]
-    return _classes[model]
-
-
-def _replaces_forward(cls: type[nn.Module]) -> bool:
-    """True if layers of a class compute their recurrence themselves and can be routed."""
-    return cls.__name__ in _LAYERS and is_transformers_class(cls)
-
-
-@cache
-def _routable(cls: type[nn.Module]) -> frozenset[str]:
-    """Names of the functions that layers of a class call and that can be routed."""
-    function = inspect.unwrap(cls.forward)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return frozenset()
-    return frozenset(code.co_names) & _COUNTERPARTS.keys() & function.__globals__.keys()
-
-
 def _wrap(namespace: dict[str, Any], name: str) -> None:
     original = namespace[name]
     if original in _wrappers:
@@ -169,7 +142,7 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
     original = cls.forward
     if original in _wrappers:
         return
-    counterpart = _LAYERS[cls.__name__] if _replaces_forward(cls) else None
+    counterpart = _LAYERS[cls.__name__] if is_recurrent_class(cls) else None
 
     @functools.wraps(original)
     def wrapper(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

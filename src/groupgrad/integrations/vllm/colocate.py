@@ -23,7 +23,6 @@ from torch import nn
 
 from groupgrad import dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions, TicketSession
-from groupgrad.integrations.recurrent.recurrent_layers import recurrent_classes
 from groupgrad.integrations.vllm.colocate_start import ColocateOptions, classes_restored, save_config, start
 from groupgrad.integrations.vllm.media import check_prompt, vllm_prompt
 from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
@@ -43,6 +42,7 @@ from groupgrad.integrations.vllm.vllm_params import (
 from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine
 from groupgrad.integrations.vllm.weight_sender import InProcess, PolicyWeights
 from groupgrad.integrations.vllm.wire import torch_dtype
+from groupgrad.models.recurrent_classes import recurrent_classes
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.models.weights import adapter_files
 
