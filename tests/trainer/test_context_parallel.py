@@ -14,7 +14,7 @@ import torch
 from forked_ranks import forked_ranks, on_ranks, two_once
 
 from groupgrad.errors import ConfigError
-from groupgrad.integrations.sharding.context_group import context_group
+from groupgrad.integrations.sharding.setup import context_group
 from groupgrad.scoring.layout import flat_layout
 from groupgrad.scoring.self_check import LayoutReport
 

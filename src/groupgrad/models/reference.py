@@ -16,7 +16,6 @@ from torch import nn
 
 from groupgrad import dist
 from groupgrad.errors import UnavailableError
-from groupgrad.integrations.sharding.sharding import ShardSnapshot
 from groupgrad.models.adapters import active_adapters, is_adapted, leaves_base_unchanged
 from groupgrad.models.shards import is_sharded, shard_values
 from groupgrad.models.unwrapping import parameters_replaced
@@ -39,9 +38,12 @@ class Reference:
         self.module: nn.Module | None = None
         """The frozen copy of a full model, which may be moved or wrapped; None for the other forms."""
         self._parameters: dict[str, nn.Parameter] = {}
-        self._shards: ShardSnapshot | None = None
+        self._shards: Any = None
+        """The `ShardSnapshot` of a sharded policy."""
         self._digest: str | None = None
         if not is_adapted(policy) and is_sharded(policy):
+            from groupgrad.integrations.sharding.sharding import ShardSnapshot
+
             self._shards = ShardSnapshot(policy)
         elif not is_adapted(policy):
             self.module = copy.deepcopy(policy).eval().requires_grad_(False)

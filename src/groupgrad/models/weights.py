@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.integrations.sharding import zero3
 from groupgrad.models.adapters import active_adapters, is_adapted
 from groupgrad.models.quantized import is_packed
 from groupgrad.models.shards import gathered, is_shard, is_sharded, is_zero_shard, unsharded_classes
@@ -224,6 +223,8 @@ def _unsharded(tensor: Any) -> torch.Tensor:
     if is_shard(tensor):
         return tensor.full_tensor().detach()
     if is_zero_shard(tensor):
+        from groupgrad.integrations.sharding import zero3
+
         with zero3.gathered([tensor]):
             return tensor.detach().clone()
     return tensor.detach()

@@ -27,8 +27,6 @@ from groupgrad.dist import RankGroup
 from groupgrad.engines.base import Engine, EngineWithWeights, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
 from groupgrad.errors import UnavailableError
-from groupgrad.integrations.sharding import fsdp, zero3
-from groupgrad.integrations.sharding.context_group import context_group
 from groupgrad.kernels.threads import limit_spinning
 from groupgrad.memory.memory_guards import memory_guard, obstacle_to_cutting
 from groupgrad.memory.oom_retry import MemoryGuard
@@ -130,7 +128,9 @@ def build_policy(
     if config.disable_dropout:
         load.turn_off_dropout(model)
     if uses_fsdp(config):
-        fsdp.shard(model, component_options.fsdp_options(config), config.device)
+        from groupgrad.integrations.sharding import fsdp, setup
+
+        fsdp.shard(model, setup.fsdp_options(config), config.device)
     reference = None
     if config.beta != 0.0:
         reference = Reference(model, adapter_is_fresh=adapter_is_fresh, is_synced=config.sync_ref_model)
@@ -226,7 +226,11 @@ def plan_execution(
     if report.reason is not None:
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, report.layout, report.reason)
-    rank_group = context_group(config, model, report, aux_loss=policy.aux_loss_coef != 0.0)
+    rank_group = None
+    if config.context_parallel_size > 1:
+        from groupgrad.integrations.sharding import setup
+
+        rank_group = setup.context_group(config, model, report, aux_loss=policy.aux_loss_coef != 0.0)
     if vllm_policy is not None:
         engine = EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}")
     else:
@@ -379,6 +383,8 @@ def build_components(
     forward_options = execution.layout_report.options(forward_options)
     engine, vllm_policy = execution.engine_choice.engine, execution.vllm_policy
     if zero_stage(config) == 3:
+        from groupgrad.integrations.sharding import zero3
+
         image = zero3.image_of_every_pass(policy.model, execution.example, policy.aux_loss_coef)
         forward_options = replace(forward_options, image_example=image)
     scorer = OldAndRefScorer(policy.model, policy.reference, forward_options, config.device)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
-import torch
-
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.loader import LoaderOptions
 from groupgrad.config import GRPOConfig
-from groupgrad.config.launcher import fsdp_layer_classes, fsdp_offloads, fsdp_settings
 from groupgrad.config.sampling import has_comparable_logprobs
 from groupgrad.config.settings import mapping
 from groupgrad.engines.selection import EngineOptions
 from groupgrad.envs.tools import ToolOptions
-from groupgrad.integrations.sharding.fsdp import FSDPOptions
 from groupgrad.objectives import (
     Aggregation,
     MismatchMode,
@@ -146,17 +142,6 @@ def forward_options(config: GRPOConfig, *, pad_id: int, aux_loss: bool) -> Forwa
         pad_id=pad_id,
         entropy_gradient=config.entropy_coef != 0.0 or config.use_adaptive_entropy,
         aux_loss=aux_loss,
-    )
-
-
-def fsdp_options(config: GRPOConfig) -> FSDPOptions:
-    """Returns how FSDP shards the policy."""
-    in_bf16 = getattr(config, "mixed_precision", "bf16" if config.bf16 else "no") == "bf16"
-    return FSDPOptions(
-        layer_classes=fsdp_layer_classes(config),
-        reshard_after_forward=fsdp_settings(config).get("reshard_after_forward", True) is not False,
-        compute_dtype=torch.bfloat16 if in_bf16 else None,
-        cpu_offload=fsdp_offloads(config),
     )
 
 

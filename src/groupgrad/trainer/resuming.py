@@ -9,6 +9,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from groupgrad import dist
 from groupgrad.checkpoints import sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint, choose
 from groupgrad.checkpoints.manifest import Manifest
-from groupgrad.integrations.sharding.fsdp import whole_parameters
 from groupgrad.models.adapters import is_adapted
 from groupgrad.models.load import load_renamed_checkpoint
 from groupgrad.models.model_names import model_source
+from groupgrad.models.shards import is_sharded
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.trainer import changed_options, resumed_optimizer, resumed_parameters
 
@@ -113,7 +114,12 @@ class Resume:
         if sharded_files.is_present(folder):
             sharded_files.load_model(folder, inner, trained_only=is_adapted(inner))
             return
-        with whole_parameters(inner, keep_changes=True):
+        whole = nullcontext()
+        if is_sharded(inner):
+            from groupgrad.integrations.sharding.fsdp import whole_parameters
+
+            whole = whole_parameters(inner, keep_changes=True)
+        with whole:
             missing = None if self._trainer.is_deepspeed_enabled else load_renamed_checkpoint(inner, folder)
             if missing is None:
                 otherwise()
