@@ -1,4 +1,4 @@
-"""Imports take less time: no garbage is searched for, and bitsandbytes compiles its functions on their first call."""
+"""Imports search for no garbage, bitsandbytes compiles its functions late, and integrations wait for their use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import functools
 import gc
 import importlib.util
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +139,21 @@ def test_paths_of_an_earlier_release_lead_to_the_modules_of_now():
     from groupgrad.replay import replay  # pyright: ignore
 
     assert replay is now and Address.__module__ == "groupgrad.integrations.vllm.http"
+
+
+def test_a_run_on_one_device_imports_no_integration(tmp_path):
+    """Training with a reference and an evaluation, and a save."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import ranks\n"
+        "trainer = ranks.build('dapo', Path(sys.argv[1]), max_steps=1, beta=0.1, eval=True)\n"
+        "trainer.train()\n"
+        "trainer.save_model()\n"
+        "print(*(name for name in sys.modules if name.startswith('groupgrad.integrations')))\n"
+    )
+    folders = [str(Path(__file__).parent / name) for name in ("helpers", "trainer")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout.splitlines()[-1] == ""

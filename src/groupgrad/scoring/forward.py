@@ -20,11 +20,9 @@ from torch import nn
 from groupgrad import dist
 from groupgrad.batch import Batch, StepTotals, TokenScores, on_host, to_device
 from groupgrad.dist import RankGroup
-from groupgrad.integrations.sharding.context_split import score_over_ranks
-from groupgrad.integrations.sharding.sharded_scores import on_shards, score_beside, with_vision_tower
 from groupgrad.memory.oom import score_in_parts
 from groupgrad.models.adapters import dora_scales_kept
-from groupgrad.models.shards import gather_per_module, is_sharded, is_zero_sharded
+from groupgrad.models.shards import gather_per_module, is_fully_sharded, is_sharded, is_zero_sharded
 from groupgrad.models.unwrapping import output_head, unwrap
 from groupgrad.scoring.attention import attention_dropout, continues_prefixes, flat_obstacle, without_cudnn_attention
 from groupgrad.scoring.early_gradients import PrecomputedGradient
@@ -106,8 +104,15 @@ def score_tokens(
     """
     score = partial(_score_rows, model, options=options)
     if _needs_placeholder(model, batch, options):
+        from groupgrad.integrations.sharding.sharded_scores import score_beside
+
         score = partial(score_beside, _placeholder(options).to(batch.offsets.device), score)
-    return with_vision_tower(model, score(batch.by_branch(), precomputed=precomputed, tap=tap))
+    scores = score(batch.by_branch(), precomputed=precomputed, tap=tap)
+    if is_fully_sharded(model):
+        from groupgrad.integrations.sharding.sharded_scores import with_vision_tower
+
+        scores = with_vision_tower(model, scores)
+    return scores
 
 
 def _score_rows(
@@ -123,6 +128,8 @@ def _score_rows(
     score_pass = partial(_score_pass, model, options=options)
     # Dense rows have no flat tokens to cut: every rank of the group computes them all.
     if options.rank_group is not None and inputs.attention is not None:
+        from groupgrad.integrations.sharding.context_split import score_over_ranks
+
         score_pass = partial(score_over_ranks, score_pass, group=options.rank_group)
     scores = score_pass(inputs, hook)
     return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
@@ -176,7 +183,11 @@ def _score_pass(model: nn.Module, inputs: ForwardInputs, hook: HeadHook, options
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
     if hook.scales is not None and not _is_linear(output_head(model), transform):
         transform = None  # temperatures scale logits, which only behind such a head is as scaling its input
-    on_head = partial(on_shards, hook) if is_zero_sharded(model) else hook.on
+    on_head = hook.on
+    if is_zero_sharded(model):
+        from groupgrad.integrations.sharding.sharded_scores import on_shards
+
+        on_head = partial(on_shards, hook)
     with compiled_parts(model, is_dense=inputs.attention is None), on_head(output_head(model), transform):
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores

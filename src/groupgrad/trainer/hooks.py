@@ -59,8 +59,6 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, EngineWithWeights
 from groupgrad.engines.selection import replaces_generate
 from groupgrad.errors import HangError
-from groupgrad.integrations.sharding import zero3
-from groupgrad.integrations.sharding.fsdp import clip_offloaded
 from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.metrics import latest
 from groupgrad.models.reference import Reference
@@ -346,6 +344,8 @@ class Hooks(TRLNames, Trainer):
             finally:
                 self._restore_modules()
         if is_last and self.is_deepspeed_enabled:
+            from groupgrad.integrations.sharding import zero3
+
             zero3.engine(self.accelerator).step()
 
     def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
@@ -358,6 +358,8 @@ class Hooks(TRLNames, Trainer):
             further["learning_rate"] = self._get_learning_rate()
         sync = self._gradient_sync
         if self.is_deepspeed_enabled:
+            from groupgrad.integrations.sharding import zero3
+
             zero3.backward(self.accelerator, loss)
         else:
             with nullcontext() if sync is None else sync.backward_pass(is_last=is_last):
@@ -372,12 +374,16 @@ class Hooks(TRLNames, Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm of the averaged gradient, scaled down to `max_grad_norm`. Collective for a sharded model."""
         if self._is_offloaded:
+            from groupgrad.integrations.sharding.fsdp import clip_offloaded
+
             return clip_offloaded(self.model, self.args.max_grad_norm, self.args.device)
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the averaged gradient; a gradient that is not finite is dropped, so that the step is none."""
         if grad_norm is None and self._is_offloaded:
+            from groupgrad.integrations.sharding.fsdp import clip_offloaded
+
             grad_norm = clip_offloaded(self.model, math.inf, self.args.device)
         norm: Any = super()._get_grad_norm(model, grad_norm)
         norm = self.recorder.grad_norm = norm.full_tensor() if is_shard(norm) else norm

@@ -23,7 +23,6 @@ from groupgrad.checkpoints import saving, sharded_files
 from groupgrad.checkpoints.manifest import file_names
 from groupgrad.checkpoints.plausible import SCHEDULER, TRAINER_STATE
 from groupgrad.errors import CheckpointNotSaved, NonFiniteError
-from groupgrad.integrations.sharding.fsdp import whole_state_dict
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.adapters import adapter_settings, is_adapted
 from groupgrad.models.policy_checks import nonfinite_weights
@@ -162,6 +161,8 @@ class Saves:
             if not is_fully_sharded(trainer.model):
                 otherwise(folder, not pushes)
                 return
+            from groupgrad.integrations.sharding.fsdp import whole_state_dict
+
             weights = whole_state_dict(trainer.model)
             with unsharded_classes(trainer.model):
                 trainer._save(folder, state_dict=weights)
