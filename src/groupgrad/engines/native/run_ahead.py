@@ -62,7 +62,7 @@ def run_ahead(scheduler: Scheduler, pace: Pace, *, has_stops: bool) -> RunAhead:
     for row in running:
         num_tokens = len(row.sampled_ids)
         budget = min(budget, row.request.max_new_tokens - num_tokens)
-        longest = max(longest, len(row.context_ids) + num_tokens)
+        longest = max(longest, len(row.history_ids) + num_tokens)
         num_sampled += num_tokens
     room = cache.suffixes.slot_size - longest + 1
     steps = max(1, min(budget, room, int(pace.run_seconds / pace.step_seconds)))

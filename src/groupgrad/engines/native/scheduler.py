@@ -93,8 +93,8 @@ class Scheduler:
             sequence = EngineSequence(ticket, request, group)
         else:
             retained = self._claim(request.continues, request.prompt_ids)
-            context_ids = request.prompt_ids[len(retained.group.prompt_ids) :]
-            sequence = EngineSequence(ticket, request, retained.group, context_ids)
+            history_ids = request.prompt_ids[len(retained.group.prompt_ids) :]
+            sequence = EngineSequence(ticket, request, retained.group, history_ids)
         self.gathering.append(sequence)
 
     def _group(self, request: Request) -> Group:
@@ -396,8 +396,8 @@ def _new_groups(sequences: Collection[EngineSequence]) -> list[Group]:
 def _need(sequences: Collection[EngineSequence], groups: Collection[Group]) -> CacheRoom:
     prompt_lengths = [len(group.prompt_ids) for group in groups]
     # Called in each step: `num_stored` and `max_length` without their calls.
-    longest = max([len(s.context_ids) + len(s.sampled_ids) for s in sequences], default=1)
-    most = max([len(s.context_ids) + s.request.max_new_tokens for s in sequences], default=0)
+    longest = max([len(s.history_ids) + len(s.sampled_ids) for s in sequences], default=1)
+    most = max([len(s.history_ids) + s.request.max_new_tokens for s in sequences], default=0)
     return CacheRoom(
         num_suffixes=len(sequences),
         suffix_length=max(0, longest - 1),

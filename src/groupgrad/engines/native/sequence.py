@@ -45,13 +45,13 @@ class Group:
 class EngineSequence:
     """One completion, waiting or running.
 
-    Its tokens are the group's prompt and a suffix of `context_ids` and `sampled_ids`.
+    Its tokens are the group's prompt and a suffix of `history_ids` and `sampled_ids`.
     """
 
     ticket: int
     request: Request
     group: Group
-    context_ids: list[int] = field(default_factory=list)
+    history_ids: list[int] = field(default_factory=list)
     """Tokens between the group's prompt and the completion: earlier turns, and the replies to them."""
     sampled_ids: list[int] = field(default_factory=list)
     """Sampled tokens; the keys and values of the last one are not stored yet."""
@@ -66,22 +66,22 @@ class EngineSequence:
     @property
     def is_fresh(self) -> bool:
         """True for a sequence that begins directly after its group's prompt and has no token yet."""
-        return not self.context_ids and not self.sampled_ids
+        return not self.history_ids and not self.sampled_ids
 
     @property
     def num_stored(self) -> int:
         """Suffix tokens whose keys and values are stored while the sequence runs."""
-        return len(self.context_ids) + max(0, len(self.sampled_ids) - 1)
+        return len(self.history_ids) + max(0, len(self.sampled_ids) - 1)
 
     @property
     def max_length(self) -> int:
         """Longest suffix that the sequence may reach."""
-        return len(self.context_ids) + self.request.max_new_tokens
+        return len(self.history_ids) + self.request.max_new_tokens
 
     @property
     def suffix_ids(self) -> list[int]:
         """All tokens after the group's prompt."""
-        return [*self.context_ids, *self.sampled_ids]
+        return [*self.history_ids, *self.sampled_ids]
 
 
 @dataclass(slots=True, eq=False)

@@ -351,7 +351,7 @@ class NativeSession:
             # The duration of a step with more rows has to be measured first.
             self._pace.step_seconds = self._pace.run_seconds
         prompt_lengths = [len(s.group.prompt_ids) for s in running]
-        starts = [n + s.group.position_shift + len(s.context_ids) for n, s in zip(prompt_lengths, running)]
+        starts = [n + s.group.position_shift + len(s.history_ids) for n, s in zip(prompt_lengths, running)]
         rows = RunningRows(
             tokens=self._tensor([s.sampled_ids[-1] for s in running]),
             counts=self._tensor([len(s.sampled_ids) for s in running]),
