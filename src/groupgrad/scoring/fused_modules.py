@@ -50,8 +50,8 @@ _PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 _staying: WeakSet[nn.Module] = WeakSet()
 """Modules whose forward methods stay replaced until `restore_modules`."""
 
-_own_type: WeakSet[nn.Module] = WeakSet()
-"""Decoders that compute in the type of their weights, whatever it is."""
+_compiled_decoders: WeakSet[nn.Module] = WeakSet()
+"""Decoders that will be compiled, and compute in the type of their weights."""
 
 _SILU = nn.SiLU()
 
@@ -132,16 +132,16 @@ def computes_in_float32(model: nn.Module) -> bool:
         return False
     if next(decoder.parameters()).dtype != torch.bfloat16:  # the embedding; asked several times a step
         return False
-    if decoder in _own_type or kernels.library() is None or is_sharded(model):
+    if decoder in _compiled_decoders or kernels.library() is None or is_sharded(model):
         return False
     return all(_is_plain_or_half(p) for p in model.parameters()) and all(map(_computes_in_float32, model.modules()))
 
 
-def compute_in_own_type(model: nn.Module, is_compiled: bool) -> None:
+def compute_in_weights_type(model: nn.Module, is_compiled: bool) -> None:
     """Has the decoder inside `model` compute in the type of its weights from now on if it will be compiled."""
     decoder: Any = unwrap(model)
     decoder = decoder.get_base_model() if hasattr(decoder, "get_base_model") else decoder
-    (_own_type.add if is_compiled else _own_type.discard)(decoder)
+    (_compiled_decoders.add if is_compiled else _compiled_decoders.discard)(decoder)
 
 
 def _computes_in_float32(module: Any) -> bool:

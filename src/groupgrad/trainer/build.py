@@ -58,7 +58,7 @@ from groupgrad.run_folder.progress import bars_on_terminals_only
 from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.scoring.forward import ForwardOptions
-from groupgrad.scoring.fused_modules import compute_in_own_type
+from groupgrad.scoring.fused_modules import compute_in_weights_type
 from groupgrad.scoring.gradient_checkpointing import CheckpointingByNeed
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.scoring.rounding import Rounding
@@ -219,7 +219,7 @@ def plan_execution(
     scoring = component_options.forward_options(config, pad_id=pad_id, aux_loss=False)
     asked = config.router_aux_loss_coef
     with gather_per_module(model):
-        compute_in_own_type(model, is_compiled=bool(config.torch_compile))
+        compute_in_weights_type(model, is_compiled=bool(config.torch_compile))
         check_causal(model, precision)
         policy.aux_loss_coef = effective_aux_loss_weight(model, scoring, policy.aux_loss_coef, asked, precision)
         report = check_layout(model, replace(scoring, aux_loss=policy.aux_loss_coef != 0.0), precision, example)
