@@ -75,15 +75,15 @@ def run_tests(tests: list[str]) -> None:
             why = f"is no Python ({_describe(error)}), so that no code can pass it; repair the row"
             peer.send({"passed": False, "why": why, "invalid": True})
             continue
-        own_tests = _UncalledTests(tree)
-        if own_tests.problem:
-            peer.send({"passed": False, "why": own_tests.problem, "invalid": True})
+        uncalled_tests = _UncalledTests(tree)
+        if uncalled_tests.problem:
+            peer.send({"passed": False, "why": uncalled_tests.problem, "invalid": True})
             continue
         why = ""
         try:
             scope = _scope_of_test(tree, hello, peer)
             exec(program, scope)
-            own_tests.run(scope)
+            uncalled_tests.run(scope)
         except SystemExit as error:  # a test that ends with unittest.main()
             why = f"SystemExit: {int(error.code) if isinstance(error.code, bool) else error.code}" if error.code else ""
         except BaseException as error:
