@@ -13,7 +13,7 @@ from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.run_folder.rollout_table import REWARD
 
 
-class _Place(NamedTuple):
+class _Evaluation(NamedTuple):
     """An evaluation by its files; it is another one once a file has changed."""
 
     run: RunFolder
@@ -37,7 +37,7 @@ def compared(run: RunFolder, other: RunFolder | None = None) -> list[dict[str, A
             continue
         step_there = steps_there[-1] if other is not None else steps_there[0]
         here, there = (
-            _Place(one, phase, step, one.evaluation_files(phase, step))
+            _Evaluation(one, phase, step, one.evaluation_files(phase, step))
             for one, step in ((run, steps[-1]), (base, step_there))
         )
         found.append(_difference(here, there, ks))
@@ -45,7 +45,7 @@ def compared(run: RunFolder, other: RunFolder | None = None) -> list[dict[str, A
 
 
 @lru_cache(maxsize=256)
-def _difference(here: _Place, there: _Place, ks: tuple[int, ...]) -> dict[str, Any]:
+def _difference(here: _Evaluation, there: _Evaluation, ks: tuple[int, ...]) -> dict[str, Any]:
     first, second = _prompts(here), _prompts(there)
     shared = [key for key in first if key in second]
     rows = []
@@ -68,10 +68,10 @@ def _difference(here: _Place, there: _Place, ks: tuple[int, ...]) -> dict[str, A
     }
 
 
-def _prompts(place: _Place) -> dict[tuple[str, int], PromptResult]:
+def _prompts(evaluation: _Evaluation) -> dict[tuple[str, int], PromptResult]:
     """The prompts of an evaluation by their digest and a number, since two may be equal."""
     rows_of: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in place.run.scores([name for name, _, _ in place.files]):
+    for row in evaluation.run.scores([name for name, _, _ in evaluation.files]):
         rows_of.setdefault((row["prompt_id"], row["group"]), []).append(row)
     found: dict[tuple[str, int], PromptResult] = {}
     seen: dict[str, int] = {}
