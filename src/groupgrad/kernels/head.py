@@ -24,7 +24,7 @@ class _Tile(ctypes.Structure):
         ("factor", ctypes.c_float),
         *(
             (name, ctypes.c_void_p)
-            for name in ("tokens", "sums", "chosen", "normaliser", "prob_factor", "own_gradient", "bits_factor")
+            for name in ("tokens", "sums", "chosen", "normaliser", "prob_factor", "token_gradient", "bits_factor")
         ),
     )
 
