@@ -71,7 +71,7 @@ class _Node:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class Continuation:
     """The branch and the token ids that a request continues."""
 
     branch: GrowingBranch
@@ -167,7 +167,7 @@ class Conversations:
         self.last: list[dict[str, Any]] = []
         """The conversation that was answered last, with the answer."""
 
-    def place(self, question: Question, temperature: float | None = None) -> Place:
+    def find(self, question: Question, temperature: float | None = None) -> Continuation:
         """Finds or begins the branch of a request, and marks it as asked. BadRequest if it cannot be rendered."""
         digests = _digests(question)
         for length in range(len(question.messages) - 1, 0, -1):
@@ -181,10 +181,12 @@ class Conversations:
             branch = node.branch
             if node.length == len(branch.ids) and not branch.is_asked:
                 branch.is_asked = True
-                return Place(branch, between, True, digests[-1], temperature)
+                return Continuation(branch, between, True, digests[-1], temperature)
             context = [*branch.context, *branch.ids[: node.length], *between]
-            return Place(self._begin(context, question), [], False, digests[-1], temperature)
-        return Place(self._begin(self.formats.prompt_ids(question), question), [], False, digests[-1], temperature)
+            return Continuation(self._begin(context, question), [], False, digests[-1], temperature)
+        return Continuation(
+            self._begin(self.formats.prompt_ids(question), question), [], False, digests[-1], temperature
+        )
 
     def _begin(self, context: list[int], question: Question) -> GrowingBranch:
         """Begins a branch behind these token ids."""
@@ -192,24 +194,30 @@ class Conversations:
         return self.branches[-1]
 
     def answered(
-        self, place: Place, question: Question, sample: Sample, ids: list[int], message: dict[str, Any], step: int
+        self,
+        continuation: Continuation,
+        question: Question,
+        sample: Sample,
+        ids: list[int],
+        message: dict[str, Any],
+        step: int,
     ) -> None:
         """Notes that a request was answered by the first tokens `ids` of a sample, and by this message.
 
         At a temperature of 0 the tokens are certain, so they have no gradient and are not trained.
         """
-        branch, is_trained = place.branch, place.temperature != 0.0
+        branch, is_trained = continuation.branch, continuation.temperature != 0.0
         if is_trained:
             branch.requests.append(self.num_answered)
         self.num_answered += 1
-        branch.append(place.between, None, step)
+        branch.append(continuation.between, None, step)
         if is_trained:
-            branch.append(ids, sample, step, place.temperature)
+            branch.append(ids, sample, step, continuation.temperature)
         else:
             branch.append(ids, None, step)
         branch.is_asked = False
         if question.text is None:
-            key = _digest(place.digest, message)
+            key = _digest(continuation.digest, message)
             self._nodes[key] = _Node(branch, len(branch.ids), ids)
             self.last = [*question.messages, message]
 

@@ -26,7 +26,7 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.data.values import copy_containers
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.integrations.agents.answers import read_sample
-from groupgrad.integrations.agents.conversations import Conversations, Formats, Place
+from groupgrad.integrations.agents.conversations import Continuation, Conversations, Formats
 from groupgrad.integrations.agents.server import Address, make_app
 from groupgrad.integrations.agents.session import AgentSession, Asking, Clients
 from groupgrad.integrations.agents.wire import BadRequest, Question
@@ -198,7 +198,7 @@ class _Program:
         self._seed = request.seed_of(row, rollouts.seed)
         self._session = rollouts.open_session()
         self._conversations = Conversations(rollouts.formats)
-        self._waiters: dict[int, Future[tuple[Asking, Place] | None]] = {}
+        self._waiters: dict[int, Future[tuple[Asking, Continuation] | None]] = {}
         """The next request of each idle branch, by the branch's `id`."""
         self._ends: list[Future[None]] = []
         """One for each branch, done once it has ended."""
@@ -238,63 +238,63 @@ class _Program:
         """Hands a question to the branch that it makes longer, or to a new one."""
         try:
             temperature = self._rollouts.temperature(asking.question, self._sampling)
-            place = self._conversations.place(asking.question, temperature)
+            continuation = self._conversations.find(asking.question, temperature)
         except BadRequest as error:
             asking.answer.set_exception(error)
             return
-        if place.is_longer:
-            self._waiters.pop(id(place.branch)).set_result((asking, place))
+        if continuation.is_longer:
+            self._waiters.pop(id(continuation.branch)).set_result((asking, continuation))
         else:
             self._ends.append(Future())
-            self.driver.spawn(self._serve_branch(asking, place, self._ends[-1]))
+            self.driver.spawn(self._serve_branch(asking, continuation, self._ends[-1]))
 
-    async def _serve_branch(self, asking: Asking, place: Place, end: Future[None]) -> None:
+    async def _serve_branch(self, asking: Asking, continuation: Continuation, end: Future[None]) -> None:
         """Answers the questions of a branch until the rollout ends."""
         ticket: int | None = None
         while True:
             try:
-                ticket = await self._answer(asking, place, ticket)
+                ticket = await self._answer(asking, continuation, ticket)
             except BadRequest as error:
-                place.branch.is_asked = False
+                continuation.branch.is_asked = False
                 asking.answer.set_exception(error)
             if self._has_ended:
                 break
-            self._waiters[id(place.branch)] = waiter = Future()
+            self._waiters[id(continuation.branch)] = waiter = Future()
             wait = await wait_for([waiter])
             if wait.results[0] is None:
                 break
             self._wait_s += wait.seconds
             self._hidden_s += wait.hidden_s
-            asking, place = wait.results[0]
+            asking, continuation = wait.results[0]
         end.set_result(None)
 
-    async def _answer(self, asking: Asking, place: Place, ticket: int | None) -> int | None:
+    async def _answer(self, asking: Asking, continuation: Continuation, ticket: int | None) -> int | None:
         """Samples the answer to a question; the ticket by which the branch's next question continues it."""
-        question, context = asking.question, place.ids
-        budget, reason = self._budget(place, len(context))
+        question, context = asking.question, continuation.ids
+        budget, reason = self._budget(continuation, len(context))
         limit = min(budget, question.max_tokens or budget)
         digest = hashlib.blake2b(repr(context).encode(), digest_size=16).digest()
         self._asked[digest] += 1
         seed = answer_seed(self._seed, digest, self._asked[digest])
         keeps = not question.stop  # a turn that is cut has other tokens than the engine retains
-        continued = ticket if place.is_longer else None
-        request = Request(context, seed, limit, continues=continued, keep=keeps, temperature=place.temperature)
+        continued = ticket if continuation.is_longer else None
+        request = Request(context, seed, limit, continues=continued, keep=keeps, temperature=continuation.temperature)
         ticket, sample = await sample_turn(request)
         if self._has_ended:  # the program reads no answers any more
-            place.branch.is_asked = False
+            continuation.branch.is_asked = False
             asking.answer.set_exception(BadRequest("this session has ended", status=409))
             return ticket
         answered = read_sample(self._rollouts.formats, question, sample, len(context), digest.hex()[:12])
         if sample.finish_reason != "eos" and not answered.is_cut and limit == budget:
             self._ended_by = reason if sample.finish_reason == "length" else sample.finish_reason
-        self._conversations.answered(place, question, sample, answered.ids, answered.message, self._step)
+        self._conversations.answered(continuation, question, sample, answered.ids, answered.message, self._step)
         self._session.num_answered = self._conversations.num_answered
         asking.answer.set_result(answered.answer)
         return ticket if keeps else None
 
-    def _budget(self, place: Place, num_read: int) -> tuple[int, FinishReason]:
+    def _budget(self, continuation: Continuation, num_read: int) -> tuple[int, FinishReason]:
         """Tokens that may be sampled, and the reason for which a turn that uses them up ends; BadRequest if none."""
-        used = len(place.branch.ids) + len(place.between)
+        used = len(continuation.branch.ids) + len(continuation.between)
         budget = self._sampling.max_new_tokens - used
         reason: FinishReason = "length"
         max_context = self._rollouts.prompt_maker.max_context
