@@ -16,7 +16,7 @@ from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.collate import collate
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.metrics import merge_all
-from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, PolicyOptions, known_scores, policy_loss
+from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, PolicyOptions, policy_loss, sampler_scores
 from groupgrad.types import Prompt, Rollout
 
 VOCABULARY = 7
@@ -98,7 +98,7 @@ def scored(part: MicroBatch, score: Callable[[Batch], TokenScores]) -> tuple[Bat
     """A part's rows, and their scores by the passes that they need."""
     batch = part.batch
     if part.passes == NO_PASS:
-        return batch, known_scores(batch)
+        return batch, sampler_scores(batch)
     with torch.set_grad_enabled(part.passes == FORWARD_AND_BACKWARD):
         return batch, score(batch)
 

@@ -30,9 +30,9 @@ from groupgrad.objectives.required_passes import (
     OnPolicyInfo,
     fresh_rows,
     known_rows,
-    known_scores,
     live_rows,
     required_passes,
+    sampler_scores,
 )
 from groupgrad.objectives.terms import drift
 
@@ -78,7 +78,6 @@ __all__ = [
     "find_method",
     "fresh_rows",
     "known_rows",
-    "known_scores",
     "live_rows",
     "logp_mismatch",
     "mismatch_metrics",
@@ -91,4 +90,5 @@ __all__ = [
     "reward_spread",
     "rows_of",
     "sampler_logprobs",
+    "sampler_scores",
 ]

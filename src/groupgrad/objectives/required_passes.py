@@ -42,7 +42,7 @@ def known_rows(batch: Batch, on_policy: OnPolicyInfo) -> torch.Tensor:
     return fresh_rows(batch, on_policy) & (row_sum(lacks.long(), batch) == 0)
 
 
-def known_scores(batch: Batch) -> TokenScores:
+def sampler_scores(batch: Batch) -> TokenScores:
     """The sampler's log-probs and entropies as scores, 0 where it gave none.
 
     Old log-probs come before them: they are those of the same weights, and ratios to them are 1 in any precision.

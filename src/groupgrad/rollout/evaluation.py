@@ -16,7 +16,7 @@ from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.models.shards import is_sharded
-from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known_rows, known_scores, policy_loss
+from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known_rows, policy_loss, sampler_scores
 from groupgrad.objectives.pass_at_k import pass_metrics
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
@@ -62,7 +62,7 @@ class Evaluator:
             ),
             trainer_state=trainer_state,
         )
-        sampled_scores = self._known_scores(experience.batch, step)
+        sampled_scores = self._sampler_scores(experience.batch, step)
         totals, keep = step_totals(experience.batch, 1), self.policy_options.top_entropy_quantile
         if keep < 1.0:
             with errors_of_passes(self.model):
@@ -83,14 +83,14 @@ class Evaluator:
                 groups[row // self.num_generations].append(reward)
         return pass_metrics(list(groups.values()), self.ks)
 
-    def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
+    def _sampler_scores(self, batch: Batch, step: int) -> TokenScores | None:
         """The sampler's log-probs and entropies, if a forward pass would give the same; else None."""
         is_exact = self.collector.rollouts.is_exact and not self.forward_options.aux_loss
         if is_sharded(self.model):
             return None  # ranks must agree on whether there is a pass
         if not bool(known_rows(batch, OnPolicyInfo(step, is_exact)).all()):
             return None
-        return known_scores(batch)
+        return sampler_scores(batch)
 
     @torch.no_grad()
     def _loss(self, batch: Batch, sampled_scores: TokenScores | None) -> dict[str, Metric]:

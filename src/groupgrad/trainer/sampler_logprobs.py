@@ -13,10 +13,10 @@ from groupgrad.objectives import (
     PolicyOptions,
     fresh_rows,
     known_rows,
-    known_scores,
     logp_mismatch,
     mismatch_metrics,
     policy_loss,
+    sampler_scores,
 )
 from groupgrad.rollout.custom import CustomRollouts
 from groupgrad.rollout.requests import RolloutSource
@@ -94,7 +94,7 @@ class SamplerLogprobs:
 
     def scores(self, batch: Batch, step: int) -> TokenScores | None:
         """Log-probs and entropies of the policy of this step in evaluation mode; None if unknown."""
-        return known_scores(batch) if bool(known_rows(batch, OnPolicyInfo(step, self._is_exact)).all()) else None
+        return sampler_scores(batch) if bool(known_rows(batch, OnPolicyInfo(step, self._is_exact)).all()) else None
 
     def metrics(self, scores: TokenScores, batch: Batch, step: int) -> dict[str, Metric]:
         """The difference between sampling and training, over tokens that the training pass has scored.

@@ -43,8 +43,8 @@ from groupgrad.objectives import (
     PolicyLoss,
     find_mask,
     find_method,
-    known_scores,
     policy_loss,
+    sampler_scores,
 )
 from groupgrad.rollout.requests import GenerationRequest, training_request
 from groupgrad.rollout.sources import build_rollout_components
@@ -356,7 +356,7 @@ class GRPOTrainer(Hooks):
         """
         policy, forward = self.components.policy_options, self.components.forward_options
         if known:
-            scores = known_scores(batch)
+            scores = sampler_scores(batch)
         else:
             is_fine = self._on_policy.exact and not self.rounding.is_half
             precomputed = precompute_gradient(batch, policy) if is_fine else None
