@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import pickle
@@ -96,3 +97,19 @@ def test_clients_that_break_off_leave_no_trace(port: int, caplog: pytest.LogCapt
         time.sleep(0.5)
         assert raw_exchange(port, request("/v1/models", key="secret"))[0] == 200
     assert not caplog.records
+
+
+@pytest.mark.slow
+def test_a_connection_outlives_the_pause_in_which_a_batch_is_trained():
+    """Clients drop connections that were idle for 5 seconds. A server that does so too may drop one in which a request
+    is under way, which is an error of a client without retries."""
+    address = Address(make_app({"secret": Session()}.get))
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(address.url).port, timeout=10)
+    connection.connect()
+    first = connection.sock
+    for _ in range(2):
+        connection.request("POST", PATHS[0], BODY, {"Authorization": "Bearer secret"})
+        assert connection.getresponse().read()
+        assert connection.sock is first
+        time.sleep(7.0)
+    address.close()

@@ -23,6 +23,10 @@ from groupgrad.concurrency.event_loop import LoopThread
 from groupgrad.integrations.agents import messages_wire, wire
 from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Call, Question
 
+KEPT_ALIVE_S = 600
+"""Time after which an idle connection is closed. Clients close theirs after some seconds (httpx 5, aiohttp 15); were the
+server to close one as early, a request might already be under way in it."""
+
 MAX_BODY_BYTES = 64 << 20
 """Largest body of a request; a conversation of a million tokens has a tenth of it."""
 
@@ -196,7 +200,14 @@ class Address:
         self._socket = listen() if listening is None else listening
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=KEPT_ALIVE_S,
+        )
         self._server = uvicorn.Server(config)
         self._loop = LoopThread("agent-address")
         self._served, _ = self._loop.submit(self._server.serve(sockets=[self._socket]))
