@@ -24,8 +24,8 @@ from groupgrad.integrations.agents import messages_wire, wire
 from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Call, Question
 
 KEPT_ALIVE_S = 600
-"""Time after which an idle connection is closed. Clients close theirs after some seconds (httpx 5, aiohttp 15); were the
-server to close one as early, a request might already be under way in it."""
+"""Time after which an idle connection is closed. Clients close theirs after some seconds (httpx 5, aiohttp 15). Were
+the server to close one as early, a request might already be under way in it."""
 
 MAX_BODY_BYTES = 64 << 20
 """Largest body of a request; a conversation of a million tokens has a tenth of it."""
