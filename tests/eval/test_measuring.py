@@ -16,7 +16,7 @@ from forked_ranks import on_ranks
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.eval import measuring, report
 from groupgrad.apps.eval.results import Evaluation
-from groupgrad.apps.runs.prompt_numbers import Measure, numbers_of_prompts
+from groupgrad.evaluation.prompt_numbers import Measure, numbers_of_prompts
 
 ROWS = Dataset.from_list([{"prompt": text, "level": len(text)} for text in ("ab", "c", "1+1=", "xyz", "7")])
 

@@ -11,7 +11,7 @@ import pytest
 
 from groupgrad.apps.eval import report, results
 from groupgrad.apps.eval.results import Evaluation
-from groupgrad.apps.runs.prompt_numbers import Measure, PromptResult, means, numbers_of_prompts
+from groupgrad.evaluation.prompt_numbers import Measure, PromptResult, means, numbers_of_prompts
 
 NAN = math.nan
 

@@ -14,10 +14,10 @@ from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
+from groupgrad.evaluation.pass_at_k import pass_metrics
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.models.shards import is_sharded
 from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known_rows, policy_loss, sampler_scores
-from groupgrad.objectives.pass_at_k import pass_metrics
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.scoring.forward import ForwardOptions, errors_of_passes, score_without_gradient

@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
     parsed = _parsed(argv)
     from groupgrad import dist
     from groupgrad.apps.eval import report, results
-    from groupgrad.apps.runs.prompt_numbers import Measure
+    from groupgrad.evaluation.prompt_numbers import Measure
 
     flags = parsed.flags
     measure = Measure(tuple(sorted(set(parsed.config.eval_k or [1]))), flags["threshold"])

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from groupgrad import dist
 from groupgrad.apps.eval.results import Evaluation
-from groupgrad.apps.runs.prompt_numbers import PromptResult
 from groupgrad.batching.eval_loader import EvalBatch
+from groupgrad.evaluation.prompt_numbers import PromptResult
 from groupgrad.metrics import Metric
 from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.evaluation import Evaluator

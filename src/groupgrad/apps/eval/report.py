@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupgrad.apps.eval.results import Evaluation, means_by_column
-from groupgrad.apps.runs.prompt_numbers import Difference, Mean, Measure, means, numbers_of_prompts
+from groupgrad.evaluation.prompt_numbers import Difference, Mean, Measure, means, numbers_of_prompts
 
 SAMPLING = ("num_generations", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
 """Settings on which samples depend, beside the seed."""

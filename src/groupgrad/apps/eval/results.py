@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupgrad.apps.runs.prompt_numbers import (
+from groupgrad.evaluation.prompt_numbers import (
     Difference,
     Mean,
     Measure,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from groupgrad.apps.runs.prompt_numbers import Mean, Measure, PromptResult, difference, numbers_of_prompts, pairs
 from groupgrad.apps.runs.run_folder import RunFolder
+from groupgrad.evaluation.prompt_numbers import Mean, Measure, PromptResult, difference, numbers_of_prompts, pairs
 from groupgrad.run_folder.rollout_table import REWARD
 
 

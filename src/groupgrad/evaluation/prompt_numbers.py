@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from groupgrad.apps.runs.statistics import bootstrap_interval, majority_at_k, sign_flip_p
+from groupgrad.evaluation.statistics import bootstrap_interval, majority_at_k, sign_flip_p
 
 ROUNDING = 1e-9
 """Share of the threshold that a reward may miss: weighted sums are rounded."""
@@ -95,7 +95,7 @@ def _numbers(prompt: PromptResult, measure: Measure) -> dict[str, float]:
     if len(prompt.functions) > 1:
         numbers |= {f"reward {name}": _mean(values) for name, values in prompt.functions.items()}
     if measure.ks:
-        from groupgrad.objectives.pass_at_k import best_of_k, pass_at_k  # beside torch, which a page can do without
+        from groupgrad.evaluation.pass_at_k import best_of_k, pass_at_k  # beside torch, which a page can do without
 
     numbers |= {f"pass@{k}": pass_at_k(len(right), sum(right), k) for k in measure.ks}
     numbers |= {f"best@{k}": best_of_k(rewards, k) for k in measure.ks if k > 1}

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from groupgrad.apps.runs.statistics import bootstrap_interval, majority_at_k, sign_flip_p
+from groupgrad.evaluation.statistics import bootstrap_interval, majority_at_k, sign_flip_p
 
 
 def vote(answers: list[str | None], right: dict[str, bool]) -> float:
