@@ -42,6 +42,7 @@ def test_names_of_the_metrics(make_trainer: Any) -> None:
     own = {key for entry in trainer.state.log_history for key in entry if key.startswith("time/")}  # ours, by phase
     path = "sampling/path/direct" if library() is None else "sampling/path/compiled"
     own |= {path, f"eval_{path}"}  # ours, of the native engine
+    own |= {"eval_reward_low", "eval_reward_high"}  # ours, the interval over prompts
     own.add("sampling/logp_mismatch")  # ours, of engines whose log-probs are training's
     assert set(trained) - own == {*SAMPLED, *TRAINING_ONLY, "kl"}
     assert set(evaluated) - own == {*(f"eval_{name}" for name in (*SAMPLED, "kl")), *EVALUATION_ONLY}

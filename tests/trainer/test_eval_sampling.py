@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from simulated_vllm import simulate_vllm
 
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.evaluation.pass_at_k import pass_at_k
+from groupgrad.evaluation.statistics import bootstrap_interval
 
 CHANGES: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "max_completion_length": 4}
 
@@ -43,7 +46,7 @@ def test_vllm_evaluates_as_in_a_run_which_trains_with_these_options(make_trainer
     expected = make_trainer(**settings, **changes).evaluate(tools.prompts(5))
     assert tools.without_times([changed]) == tools.without_times([expected])
     batch = EvalBatch(0, [{"prompt": "ab"}], 1)
-    experience, _ = trainer.components.evaluator(batch, phase="eval", step=0, trainer_state=trainer.state)
+    experience, *_ = trainer.components.evaluator(batch, phase="eval", step=0, trainer_state=trainer.state)
     assert (experience.batch.sampling_logprobs is None) == bool(cut)
 
 
@@ -83,10 +86,61 @@ def test_pass_at_k_by_hand(make_trainer, tools):
     metrics = make_trainer(reward_funcs=reward, **settings).evaluate(tools.prompts(7))
     groups = [[value for value in seen[start : start + 4] if value is not None] for start in range(0, 28, 4)]
     assert {len(group) for group in groups} >= {3, 4}
-    assert {name for name in metrics if "@" in name} == {"eval_pass@1", "eval_pass@2", "eval_pass@4"}
+    names = [f"eval_pass@{k}" for k in (1, 2, 4)]
+    assert {name for name in metrics if "@" in name} == {f"{n}{end}" for n in names for end in ("", "_low", "_high")}
     for k in (1, 2, 4):
         known = [pass_at_k(len(group), sum(value >= 1 for value in group), k) for group in groups if len(group) >= k]
         assert metrics[f"eval_pass@{k}"] == pytest.approx(sum(known) / len(known), rel=1e-12)
+        interval = metrics[f"eval_pass@{k}_low"], metrics[f"eval_pass@{k}_high"]
+        assert interval == pytest.approx(bootstrap_interval(known), rel=1e-12)
+    means = [sum(group) / len(group) for group in groups]
+    assert (metrics["eval_reward_low"], metrics["eval_reward_high"]) == pytest.approx(bootstrap_interval(means))
+
+
+def votes(completion_ids: list[list[int]], log_extra: Any, **kwargs: Any) -> list[float]:
+    """The answer is the first token's remainder by 3, of which 0 is right; some have none."""
+    log_extra("answer_parsed", [ids[0] % 3 if ids[0] % 5 else None for ids in completion_ids])
+    return [float(ids[0] % 5 > 0 and ids[0] % 3 == 0) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_votes_and_the_values_of_a_column_by_hand(make_trainer, tools, keeps_all):
+    """maj@3 is the mean over the 4 subsets of 3 completions, ties by the share of right answers among the winners."""
+    rows = tools.prompts(5).add_column("level", [10, 2, 7, 2, 10])
+    seen: list[int] = []
+
+    def reward(completion_ids: Any, **kwargs: Any) -> list[float]:
+        seen.extend(ids[0] for ids in completion_ids)
+        return votes(completion_ids, **kwargs)
+
+    settings = {"num_generations_eval": 4, "per_device_eval_batch_size": 8, "eval_k": [3], "eval_by": "level"}
+    trainer = make_trainer(reward_funcs=reward, train_dataset=rows, remove_unused_columns=not keeps_all, **settings)
+    metrics = trainer.evaluate(rows)
+    voted, right = [], []
+    for start in range(0, 20, 4):
+        shares = []
+        for subset in itertools.combinations(seen[start : start + 4], 3):
+            counts = Counter(token % 3 for token in subset if token % 5)
+            winners = [answer for answer, count in counts.items() if count == max(counts.values())]
+            shares.append(winners.count(0) / len(winners) if winners else 0.0)
+        voted.append(sum(shares) / 4)
+        right.append(sum(token % 5 > 0 and token % 3 == 0 for token in seen[start : start + 4]) / 4)
+    assert 0 < sum(voted) < 5 and metrics["eval_maj@3"] == pytest.approx(sum(voted) / 5, rel=1e-12)
+    assert metrics["eval_maj@3_low"] < metrics["eval_maj@3"] < metrics["eval_maj@3_high"]
+    for name, values in (("reward", right), ("maj@3", voted)):
+        expected = {2: (values[1] + values[3]) / 2, 7: values[2], 10: (values[0] + values[4]) / 2}
+        found = {key: value for key, value in metrics.items() if key.startswith(f"eval_{name}/")}
+        assert list(found) == [f"eval_{name}/level={level}" for level in expected]
+        assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-12)
+
+
+def test_a_set_without_the_column_of_eval_by(make_trainer, tools):
+    text = "eval_by='level' splits evaluations by a column, and {} has no such column .it has prompt"
+    sets = {"easy": tools.prompts(2).add_column("level", [1, 2]), "hard": tools.prompts(2)}
+    with pytest.raises(ValueError, match=text.format(r"eval_dataset\['hard'\]")):
+        make_trainer(trainer={"eval_dataset": sets}, eval_by="level")
+    with pytest.raises(ValueError, match=text.format("eval_dataset")):
+        make_trainer(eval_by="level").evaluate(tools.prompts(2))
 
 
 def test_ranks_that_share_a_group_find_the_same(ranks, tmp_path, tools):
@@ -99,7 +153,7 @@ def test_ranks_that_share_a_group_find_the_same(ranks, tmp_path, tools):
 
     both = on_ranks(lambda rank: evaluate(tmp_path / "two", 2), tmp_path, 2, connect=False)
     alone = evaluate(tmp_path / "one", 4)
-    assert len(alone) == 2 and 0 < alone["eval_pass@1"] < 1
+    assert len(alone) == 6 and 0 < alone["eval_pass@1"] < 1
     assert both[0] == both[1] == pytest.approx(alone, rel=1e-12)
 
 

@@ -120,7 +120,12 @@ class GRPOSettings(LegacyArguments):
         "max_completion_length and num_generations; dict or JSON text.",
     )
     eval_k: list[int] | None = _option(
-        None, "Log pass@k in evaluation, the chance that one of k completions has a reward of 1 or more, for these k."
+        None,
+        "Log pass@k in evaluation, the chance that one of k completions has a reward of 1 or more, for these k; and "
+        "maj@k, the chance that the most frequent answer of k is right, where a reward function logs answers.",
+    )
+    eval_by: str | None = _option(
+        None, "Also log the means of an evaluation over the prompts of each value of this column, such as level."
     )
     max_completion_length: int | None = _option(256, "Maximum length of a completion, in tokens.")
     shuffle_dataset: bool | None = _option(True, "Shuffle the training prompts, by data_seed or seed.")

@@ -5,11 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from groupgrad.metrics import Metric, mean_of
-
-RIGHT = 1.0 - 1e-9
-"""Reward from which a completion is right: 1, which a weighted sum may miss by rounding."""
-
 
 def pass_at_k(num_sampled: int, num_right: int, k: int) -> float:
     """Estimates the probability that one of k completions is right (arXiv:2107.03374, eq. 1).
@@ -33,17 +28,3 @@ def best_of_k(rewards: Sequence[float], k: int) -> float:
         return math.nan
     subsets = math.comb(len(rewards), k)
     return math.fsum(reward * (math.comb(i, k - 1) / subsets) for i, reward in enumerate(sorted(rewards)))
-
-
-def pass_metrics(groups: Sequence[Sequence[float]], ks: Sequence[int]) -> dict[str, Metric]:
-    """The means of pass@k over groups of rewards, of which 1 or more is right.
-
-    NaN rewards are left out, and so are groups that have fewer than k others.
-    """
-    scored = [[reward for reward in group if not math.isnan(reward)] for group in groups]
-    counts = [(len(rewards), sum(reward >= RIGHT for reward in rewards)) for rewards in scored]
-    metrics: dict[str, Metric] = {}
-    for k in ks:
-        known = [pass_at_k(number, right, k) for number, right in counts if number >= k]
-        metrics[f"pass@{k}"] = mean_of(math.fsum(known), len(known))
-    return metrics

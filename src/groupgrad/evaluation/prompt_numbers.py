@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from groupgrad.evaluation.pass_at_k import best_of_k, pass_at_k
 from groupgrad.evaluation.statistics import bootstrap_interval, majority_at_k, sign_flip_p
 
 ROUNDING = 1e-9
@@ -94,9 +95,6 @@ def _numbers(prompt: PromptResult, measure: Measure) -> dict[str, float]:
     numbers = {"reward": _mean(rewards)}
     if len(prompt.functions) > 1:
         numbers |= {f"reward {name}": _mean(values) for name, values in prompt.functions.items()}
-    if measure.ks:
-        from groupgrad.evaluation.pass_at_k import best_of_k, pass_at_k  # beside torch, which a page can do without
-
     numbers |= {f"pass@{k}": pass_at_k(len(right), sum(right), k) for k in measure.ks}
     numbers |= {f"best@{k}": best_of_k(rewards, k) for k in measure.ks if k > 1}
     if prompt.answers is not None:
@@ -114,6 +112,47 @@ def _mean(values: Sequence[float]) -> float:
 def means(numbers: Mapping[str, Sequence[float]]) -> dict[str, Mean]:
     """The mean of each number over all prompts."""
     return {name: Mean.of(values) for name, values in numbers.items()}
+
+
+def by_column(prompts: Sequence[PromptResult]) -> dict[str, list[int]]:
+    """The places of the prompts that share a value of the column, by that value in words, in ascending order."""
+    values = {str(prompt.column): prompt.column for prompt in prompts}
+    return {
+        text: [place for place, prompt in enumerate(prompts) if str(prompt.column) == text]
+        for text in sorted(values, key=lambda text: _order(values[text]))
+    }
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Numbers by size, before texts."""
+    is_number = isinstance(value, (int, float))
+    return not is_number, float(value) if is_number else 0.0, str(value)
+
+
+def logged(prompts: Sequence[PromptResult], measure: Measure, by: str | None = None) -> dict[str, float]:
+    """What a trainer logs of an evaluation beside the mean reward of its completions.
+
+    They are the means of `pass@k` and `maj@k`; the 95 % intervals of these and of the reward, as `NAME_low` and
+    `NAME_high`; and of all three the means over the prompts of each value of the column `by`, as `NAME/by=value`. What
+    no prompt has is left out, and so are intervals over fewer than two prompts.
+    """
+    if not prompts:
+        return {}
+    numbers = {
+        name: values
+        for name, values in numbers_of_prompts(prompts, measure).items()
+        if name.partition("@")[0] in ("reward", "pass", "maj")
+    }
+    found: dict[str, float] = {}
+    for name, mean in means(numbers).items():
+        if name != "reward":
+            found[name] = mean.mean
+        if mean.prompts > 1:
+            found |= {f"{name}_low": mean.low, f"{name}_high": mean.high}
+    for value, places in by_column(prompts).items() if by is not None else ():
+        for name, values in numbers.items():
+            found[f"{name}/{by}={value}"] = _mean([values[place] for place in places])
+    return {name: number for name, number in found.items() if not math.isnan(number)}
 
 
 def pairs(here: Mapping[str, Sequence[float]], there: Mapping[str, Sequence[float]]) -> dict[str, list[list[float]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,14 +13,18 @@ from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
-from groupgrad.evaluation.pass_at_k import pass_metrics
+from groupgrad.evaluation.prompt_numbers import PromptResult
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.models.shards import is_sharded
 from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known_rows, policy_loss, sampler_scores
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
+from groupgrad.run_folder.render import plain_value
 from groupgrad.scoring.forward import ForwardOptions, errors_of_passes, score_without_gradient
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
+
+ANSWERS = "answer_parsed"
+"""Column that `accuracy_reward`, `reasoning_accuracy_reward` and `reasoning_gym_reward` log by `log_extra`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,13 +44,13 @@ class Evaluator:
     device: torch.device | str
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingOptions` that differ from training's. `scorer` and `forward_options` have its temperature."""
-    ks: tuple[int, ...] = ()
-    """The k of pass@k."""
+    by: str | None = None
+    """The column of the data set by whose values results are split."""
 
     def __call__(
         self, batch: EvalBatch, *, phase: str, step: int, trainer_state: Any
-    ) -> tuple[Experience, dict[str, Metric]]:
-        """Collective. One batch's rollouts and this rank's part of its metrics."""
+    ) -> tuple[Experience, dict[str, Metric], list[PromptResult]]:
+        """Collective. One batch's rollouts, this rank's part of its metrics, and what all ranks' prompts scored."""
         rows = batch.rank_rows(dist.rank(), dist.world_size(), self.num_generations)
         experience = self.collector(
             GenerationRequest(
@@ -70,18 +73,8 @@ class Evaluator:
             totals = with_entropy_threshold(totals, experience.batch, entropy, keep)
         with errors_of_passes(self.model):
             loss = self._loss(replace(experience.batch, totals=totals), sampled_scores)
-        return experience, {**experience.metrics, **loss, **self._passes(experience)}
-
-    def _passes(self, experience: Experience) -> dict[str, Metric]:
-        """Collective if there are any `ks`. pass@k over all groups of the batch, the same on all ranks."""
-        if not self.ks:
-            return {}
-        here = [(r.index, reward) for r, reward in zip(experience.rollouts, experience.combined_rewards)]
-        groups: defaultdict[int, list[float]] = defaultdict(list)
-        for part in dist.all_gather_objects(here):
-            for row, reward in part:
-                groups[row // self.num_generations].append(reward)
-        return pass_metrics(list(groups.values()), self.ks)
+        prompts = prompt_results(experience, batch, self.num_generations, by=self.by)
+        return experience, {**experience.metrics, **loss}, prompts
 
     def _sampler_scores(self, batch: Batch, step: int) -> TokenScores | None:
         """The sampler's log-probs and entropies, if a forward pass would give the same; else None."""
@@ -109,3 +102,57 @@ class Evaluator:
             return {"loss": mean_of(0.0, part)}
         result = policy_loss(scores, batch, self.policy_options, aux_loss_coef=self.aux_loss_coef)
         return {"loss": mean_of(result.loss * part, part), **result.metrics}
+
+
+def prompt_results(
+    experience: Experience,
+    batch: EvalBatch,
+    num_generations: int,
+    *,
+    by: str | None,
+    answers: str = ANSWERS,
+    with_texts: bool = False,
+) -> list[PromptResult]:
+    """Collective. What the completions of a batch's prompts scored, the same on all ranks.
+
+    `answers` is the column, logged by reward functions, whose values vote; `by` one of the data set. Prompts and
+    completions are left out unless `with_texts`.
+    """
+    with dist.errors_on_all_ranks():
+        here = _completions(experience, answers, with_texts)
+    scored = {row: record for part in dist.all_gather_objects(here) for row, record in part.items()}
+    results = []
+    for group, row in enumerate(batch.rows):
+        records = [scored[group * num_generations + place] for place in range(num_generations)]
+        has_answers = all(record["has_answers"] for record in records)
+        results.append(
+            PromptResult(
+                prompt=plain_value(row.get("prompt")) if with_texts else None,
+                column=None if by is None else plain_value(row[by]),
+                rewards=[record["reward"] for record in records],
+                functions={name: [record["functions"][name] for record in records] for name in records[0]["functions"]},
+                answers=[record["answer"] for record in records] if has_answers else None,
+                completions=[record["text"] for record in records] if with_texts else [],
+                lengths=[record["length"] for record in records],
+                finish_reasons=[record["finish_reason"] for record in records],
+            )
+        )
+    return results
+
+
+def _completions(experience: Experience, answers: str, with_texts: bool) -> dict[int, dict[str, Any]]:
+    """The rewards and answers of this rank's rows, by row."""
+    table, found = experience.table, {}
+    logged = table.columns.get(answers)
+    for place, rollout in enumerate(experience.rollouts):
+        answer = None if logged is None else logged[place]
+        found[rollout.index] = {
+            "reward": experience.combined_rewards[place],
+            "functions": dict(zip(table.names, table.rewards[place].tolist())),
+            "has_answers": logged is not None,
+            "answer": None if answer is None else str(answer),
+            "text": rollout.text if with_texts else None,
+            "length": rollout.num_sampled,
+            "finish_reason": rollout.finish_reason,
+        }
+    return found

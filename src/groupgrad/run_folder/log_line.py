@@ -82,9 +82,9 @@ def _parts(logs: Mapping[str, Any], prefix: str) -> list[str]:
 
 
 def _passes(logs: Mapping[str, Any], prefix: str) -> list[str]:
-    """pass@k for each k that an evaluation has measured."""
-    known = {name.removeprefix(prefix): value for name, value in logs.items() if name.startswith(f"{prefix}pass@")}
-    return [f"{name} {_number(value, '.3f')}" for name, value in known.items()]
+    """pass@k and maj@k for each k that an evaluation has measured."""
+    known = [name for name in logs if re.fullmatch(rf"{re.escape(prefix)}(pass|maj)@\d+", name)]
+    return [f"{name.removeprefix(prefix)} {_number(logs[name], '.3f')}" for name in known]
 
 
 def _joined(head: str, parts: list[str], width: int | None) -> str:

@@ -460,7 +460,7 @@ def _evaluator(
         aux_loss_coef=policy.aux_loss_coef,
         device=config.device,
         sampling=changes,
-        ks=tuple(config.eval_k or ()),
+        by=config.eval_by,
     )
 
 

@@ -64,6 +64,7 @@ def check_datasets(
         )
     for name, dataset in named_datasets(evaluation).items():
         check_rows(dataset, name, prompt_maker, rollout_components)
+        _check_split(dataset, name, config)
     _warn_of_context(prompt_maker.max_context, config)
     if evaluation is not None and config.evaluates and config.metric_for_best_model is not None:
         _check_best_metric(config.metric_for_best_model, evaluation)
@@ -157,7 +158,18 @@ def rows_to_evaluate(trainer: Any, dataset: Any) -> Any:
     rollouts = trainer.rollout_components
     _, dataset = keep_columns(trainer.args, None, dataset, ([], trainer.eval_rewards.functions), rollouts)
     check_rows(dataset, "eval_dataset", trainer.prompt_maker, rollouts)
+    _check_split(dataset, "eval_dataset", trainer.args)
     return dataset
+
+
+def _check_split(dataset: Any, name: str, config: GRPOConfig) -> None:
+    """ValueError if an evaluation set lacks the column by which results are split."""
+    columns = column_names(dataset)
+    if config.eval_by is not None and columns and config.eval_by not in columns:
+        raise ValueError(
+            f"eval_by={config.eval_by!r} splits evaluations by a column, and {name} has no such column (it has "
+            f"{', '.join(columns)}); set eval_by to one of them, or leave it unset"
+        )
 
 
 def check_rewards(
@@ -230,6 +242,8 @@ def keep_columns(
         columns = column_names(dataset)
         named = {column for function in functions for column in function.columns_named(columns)}
         named |= {*_PROMPT_COLUMNS, *rollout_components.columns_named}
+        if name != "train_dataset":
+            named.add(config.eval_by)
         # A user's function may read all columns; a data set without prompts is refused with all of its columns.
         is_left = isinstance(dataset, Dataset) and is_transformed(dataset)
         if is_left or named.isdisjoint(columns) or not ("prompt" in columns or rollout_components.environments):

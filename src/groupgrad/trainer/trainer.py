@@ -32,6 +32,7 @@ from groupgrad.batching.rank_balance import rows_to_trainers
 from groupgrad.batching.totals import step_totals, with_drift_cutoff, with_entropy_threshold, with_selected
 from groupgrad.config import GRPOConfig
 from groupgrad.engines.native import NativeEngine
+from groupgrad.evaluation.prompt_numbers import Measure, logged
 from groupgrad.metrics import merge_all
 from groupgrad.models.shards import is_offloaded, is_sharded, num_parameters
 from groupgrad.models.unwrapping import unwrap
@@ -550,22 +551,25 @@ class GRPOTrainer(Hooks):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Collective. Samples, scores and measures a data set; training state and random streams are not touched."""
-        store, num_samples, rewarded = self.eval_metric_store, 0, []
+        store, num_samples, rewarded, prompts = self.eval_metric_store, 0, [], []
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
         self._follow_generate()
         with self.timings.inclusive("evaluating"):
             for batch in checked_batches(dataloader):
-                experience, metrics = self.components.evaluator(
+                experience, metrics, scored = self.components.evaluator(
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
                 )
                 store.add(metrics)
+                prompts += scored
                 rewarded.append((experience.table, experience.combined_rewards))
                 self.recorder.add_evaluation(experience, metric_key_prefix, num_samples)
                 self._log_completions(experience, self.state.global_step, metric_key_prefix)
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        measure = Measure(tuple(sorted(self.args.eval_k or ())))
         numbers = {**store.flush(), **self.components.collector.spread(rewarded)}
+        numbers |= logged(prompts, measure, self.args.eval_by)
         numbers["num_tokens"] = float(self.state.num_input_tokens_seen)
         self._flush_completions(metric_key_prefix)
         metrics = {f"{metric_key_prefix}_{key}": value for key, value in numbers.items()}

@@ -16,15 +16,11 @@ from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.evaluation.prompt_numbers import PromptResult
 from groupgrad.metrics import Metric
 from groupgrad.rollout.collector import Experience
-from groupgrad.rollout.evaluation import Evaluator
+from groupgrad.rollout.evaluation import ANSWERS, Evaluator, prompt_results
 from groupgrad.rollout.requests import GenerationRequest, row_seed
 from groupgrad.run_folder.progress import ProgressCallback
-from groupgrad.run_folder.render import plain_value
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.step_log import FirstBatch
-
-ANSWERS = "answer_parsed"
-"""Column that `accuracy_reward`, `reasoning_accuracy_reward` and `reasoning_gym_reward` log by `log_extra`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,8 +48,8 @@ class Sampler:
 
     def __call__(
         self, batch: EvalBatch, *, phase: str, step: int, trainer_state: Any
-    ) -> tuple[Experience, dict[str, Metric]]:
-        """Collective. One batch's rollouts and this rank's part of its metrics."""
+    ) -> tuple[Experience, dict[str, Metric], list[PromptResult]]:
+        """Collective. One batch's rollouts and this rank's part of its metrics; its prompts are kept here."""
         size = self._evaluator.num_generations
         rows = batch.rank_rows(dist.rank(), dist.world_size(), size)
         request = NumberedRequest(
@@ -69,47 +65,20 @@ class Sampler:
         )
         experience = self._evaluator.collector(request, trainer_state=trainer_state)
         with dist.errors_on_all_ranks():
-            here = self._scored(experience)
-        scored = {row: record for part in dist.all_gather_objects(here) for row, record in part.items()}
-        for group, row in enumerate(batch.rows):
-            self.prompts.append(self._result(row, [scored[group * size + place] for place in range(size)]))
+            self._check_answers(experience)
+        options = {"by": self._by, "answers": self._answers or ANSWERS, "with_texts": True}
+        self.prompts += prompt_results(experience, batch, size, **options)
         self._bar.update(len(batch.rows))
-        return experience, experience.metrics
+        return experience, experience.metrics, []
 
-    def _scored(self, experience: Experience) -> dict[int, dict[str, Any]]:
-        """The rewards and answers of this rank's rows, by row. ValueError if no function logged the answers."""
-        table, found = experience.table, {}
-        answers = table.columns.get(self._answers or ANSWERS)
-        if self._answers is not None and answers is None and experience.rollouts:
-            logged = ", ".join(table.columns) or "none"
+    def _check_answers(self, experience: Experience) -> None:
+        """ValueError if no function logged the answers."""
+        columns = experience.table.columns
+        if self._answers is not None and self._answers not in columns and experience.rollouts:
             raise ValueError(
-                f"--answer {self._answers}: the reward functions have logged no such column by log_extra, but {logged}"
+                f"--answer {self._answers}: the reward functions have logged no such column by log_extra, but "
+                f"{', '.join(columns) or 'none'}"
             )
-        for place, rollout in enumerate(experience.rollouts):
-            answer = None if answers is None else answers[place]
-            found[rollout.index] = {
-                "reward": experience.combined_rewards[place],
-                "functions": dict(zip(table.names, table.rewards[place].tolist())),
-                "has_answers": answers is not None,
-                "answer": None if answer is None else str(answer),
-                "text": rollout.text,
-                "length": rollout.num_sampled,
-                "finish_reason": rollout.finish_reason,
-            }
-        return found
-
-    def _result(self, row: Mapping[str, Any], scored: list[dict[str, Any]]) -> PromptResult:
-        has_answers = all(record["has_answers"] for record in scored)
-        return PromptResult(
-            prompt=plain_value(row.get("prompt")),
-            column=None if self._by is None else plain_value(row[self._by]),
-            rewards=[record["reward"] for record in scored],
-            functions={name: [record["functions"][name] for record in scored] for name in scored[0]["functions"]},
-            answers=[record["answer"] for record in scored] if has_answers else None,
-            completions=[record["text"] for record in scored],
-            lengths=[record["length"] for record in scored],
-            finish_reasons=[record["finish_reason"] for record in scored],
-        )
 
 
 def evaluate(

@@ -15,6 +15,7 @@ from groupgrad.evaluation.prompt_numbers import (
     Mean,
     Measure,
     PromptResult,
+    by_column,
     difference,
     means,
     numbers_of_prompts,
@@ -36,18 +37,10 @@ class Evaluation:
 
 def means_by_column(evaluation: Evaluation, numbers: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Mean]]:
     """The means over the prompts that share a value of the column, by that value in words, in ascending order."""
-    values = {str(prompt.column): prompt.column for prompt in evaluation.prompts}
-    found = {}
-    for text in sorted(values, key=lambda text: _order(values[text])):
-        places = [place for place, prompt in enumerate(evaluation.prompts) if str(prompt.column) == text]
-        found[text] = means({name: [column[place] for place in places] for name, column in numbers.items()})
-    return found
-
-
-def _order(value: Any) -> tuple[bool, float, str]:
-    """Numbers by size, before texts."""
-    is_number = isinstance(value, (int, float))
-    return not is_number, float(value) if is_number else 0.0, str(value)
+    return {
+        value: means({name: [column[place] for place in places] for name, column in numbers.items()})
+        for value, places in by_column(evaluation.prompts).items()
+    }
 
 
 def compare(here: Evaluation, there: Evaluation, measure: Measure) -> dict[str, Difference]:
