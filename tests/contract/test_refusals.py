@@ -279,7 +279,8 @@ def test_a_best_metric_that_a_reward_function_may_log(make_trainer: MakeTrainer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         named = {"a": rows(2), "a_b": rows(2)}
-        for name, sets in (("rewards/checksum/std", rows(2)), ("eval_a_b_reward", named)):
+        known = [("rewards/checksum/std", rows(2)), ("eval_a_b_reward", named), ("eval_a_b_pass@2", named)]
+        for name, sets in [*known, ("maj@2_low", rows(2)), ("reward_low", rows(2)), ("reward/level=3", rows(2))]:
             make_trainer({**BEST, "metric_for_best_model": name}, eval_dataset=sets)
 
 

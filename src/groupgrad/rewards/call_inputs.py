@@ -25,7 +25,8 @@ GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
 TRAINER_METRICS = frozenset(
     {
         *("loss", "policy_loss", "aux_loss", "kl", "entropy", "entropy_coef"),
-        *("reward", "reward_std", "frac_reward_zero_std", "num_tokens", "num_input_tokens_seen"),
+        *("reward", "reward_std", "reward_low", "reward_high", "frac_reward_zero_std"),
+        *("num_tokens", "num_input_tokens_seen"),
         *("grad_norm", "learning_rate", "epoch", "step_time", "runtime"),
     }
 ).union(*(method.metrics for method in LOSSES.values()))
@@ -33,6 +34,7 @@ TRAINER_METRICS = frozenset(
 TRAINER_METRIC_PREFIXES = (
     *("completions/", "rewards/", "dynamic_sampling/", "clip_ratio/", "sampling/"),
     *("time/", "tools/", "rollouts/"),
+    *("reward/", "pass@", "maj@"),
 )
 
 
