@@ -116,7 +116,8 @@ def test_a_run_scores_its_evaluations_by_functions_of_their_own(
     flags: list[str], run_flags: list[str], capsys: Any
 ) -> None:
     options = ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_name", "rows.jsonl"]
-    options += ["--per_device_eval_batch_size", "8", "--eval_reward_funcs", "digits.odd", "--eval_k", "1"]
+    options += ["--per_device_eval_batch_size", "8", "--eval_reward_funcs", "digits.odd"]
+    options += ["--eval_k", "1", "3", "--eval_by", "level"]
     assert main(["train", *run_flags, *options, "--dry-run"]) == 0
     assert re.search(r"^rewards +count\nevaluated by +odd\n", capsys.readouterr().out, re.MULTILINE)
     assert main(["train", *run_flags, *options]) == 0
@@ -131,6 +132,18 @@ def test_a_run_scores_its_evaluations_by_functions_of_their_own(
     assert (shown["there"], shown["here"], shown["prompts"]) == (1, 2, 6)
     assert means["reward"] == pytest.approx(tuple(line["eval_reward"] for line in found))
     assert means["length"] == pytest.approx(tuple(line["eval_completions/mean_length"] for line in found))
+    assert means["maj@3"] == pytest.approx(tuple(line["eval_maj@3"] for line in found))
+    assert shown["by"]["column"] == "level"
+    for part, value in zip(shown["by"]["values"], ("0", "1"), strict=True):
+        assert (part["value"], part["prompts"]) == (value, 3)
+        assert [row["name"] for row in part["rows"]] == ["reward", "pass@1", "pass@3", "maj@3"]
+        for row in part["rows"]:
+            logged = [line[f"eval_{row['name']}/level={value}"] for line in found]
+            assert [row["there"]["mean"], row["here"]["mean"]] == pytest.approx(logged)
+    (interval,) = (row["here"] for row in shown["rows"] if row["name"] == "pass@3")
+    assert (interval["low"], interval["high"]) == pytest.approx(
+        (found[1]["eval_pass@3_low"], found[1]["eval_pass@3_high"])
+    )
     config = json.loads(Path("out/run_config.json").read_text())
     assert (config["reward_functions"], config["eval_reward_functions"]) == (["counts.count"], ["digits.odd"])
 

@@ -409,7 +409,8 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
 def test_evaluations_are_compared_by_prompt_in_a_run_and_between_runs(tmp_path, open_page):
     """A report compares as the page does; a new evaluation is compared without a reload."""
     options: dict[str, Any] = {"rows": 16, "tokens": 20, "eval_rows": 64}
-    first = write_run(tmp_path / "first", steps=20, evaluated=[0, 10, 20], settings={"eval_k": [1]}, **options)
+    settings = {"eval_k": [1], "eval_by": "answer"}  # each of the 8 prompts has an answer of its own
+    first = write_run(tmp_path / "first", steps=20, evaluated=[0, 10, 20], settings=settings, **options)
     second = write_run(tmp_path / "second", steps=12, evaluated=[12], seed=2, **options)
     report, later = tmp_path / "report.html", tmp_path / "later.parquet"
     assert main(["view", str(first), str(second), "--export", str(report)]) == 0
@@ -423,6 +424,7 @@ def test_evaluations_are_compared_by_prompt_in_a_run_and_between_runs(tmp_path, 
             assert page.locator(".evaluations table").count() == 1
             assert "eval, 8 prompts\tfirst, step 20\tsecond, step 12\tsecond less first\tp" in text
             assert re.search(rf"^reward\t{interval}\t{interval}\t{interval}\t[\d.]+$", text, re.MULTILINE)
+            assert re.search(r"\nanswer 7, 1 prompt\nreward\t[\d.]+\t[\d.]+\t-?[\d.]+\t1\npass@1", text)
             page.uncheck(".run:has-text('second') input")
             wait_until(page, "document.querySelector('.evaluations').innerText.includes('last less first')")
             heads[where] = page.inner_text(".evaluations thead").strip()

@@ -12,6 +12,8 @@ import numpy as np
 from groupgrad.evaluation.pass_at_k import best_of_k, pass_at_k
 from groupgrad.evaluation.statistics import bootstrap_interval, majority_at_k, sign_flip_p
 
+ANSWERS = "answer_parsed"
+"""Column that `accuracy_reward`, `reasoning_accuracy_reward` and `reasoning_gym_reward` log by `log_extra`."""
 ROUNDING = 1e-9
 """Share of the threshold that a reward may miss: weighted sums are rounded."""
 
@@ -129,6 +131,11 @@ def _order(value: Any) -> tuple[bool, float, str]:
     return not is_number, float(value) if is_number else 0.0, str(value)
 
 
+def is_split(name: str) -> bool:
+    """True for the numbers that are split by a column where there are many numbers."""
+    return name.partition("@")[0] in ("reward", "pass", "maj")
+
+
 def logged(prompts: Sequence[PromptResult], measure: Measure, by: str | None = None) -> dict[str, float]:
     """What a trainer logs of an evaluation beside the mean reward of its completions.
 
@@ -138,11 +145,7 @@ def logged(prompts: Sequence[PromptResult], measure: Measure, by: str | None = N
     """
     if not prompts:
         return {}
-    numbers = {
-        name: values
-        for name, values in numbers_of_prompts(prompts, measure).items()
-        if name.partition("@")[0] in ("reward", "pass", "maj")
-    }
+    numbers = {name: values for name, values in numbers_of_prompts(prompts, measure).items() if is_split(name)}
     found: dict[str, float] = {}
     for name, mean in means(numbers).items():
         if name != "reward":

@@ -13,7 +13,7 @@ from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
-from groupgrad.evaluation.prompt_numbers import PromptResult
+from groupgrad.evaluation.prompt_numbers import ANSWERS, PromptResult
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.models.shards import is_sharded
 from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known_rows, policy_loss, sampler_scores
@@ -22,9 +22,6 @@ from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.run_folder.render import plain_value
 from groupgrad.scoring.forward import ForwardOptions, errors_of_passes, score_without_gradient
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
-
-ANSWERS = "answer_parsed"
-"""Column that `accuracy_reward`, `reasoning_accuracy_reward` and `reasoning_gym_reward` log by `log_extra`."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,10 +13,10 @@ from tqdm import tqdm
 from groupgrad import dist
 from groupgrad.apps.eval.results import Evaluation
 from groupgrad.batching.eval_loader import EvalBatch
-from groupgrad.evaluation.prompt_numbers import PromptResult
+from groupgrad.evaluation.prompt_numbers import ANSWERS, PromptResult
 from groupgrad.metrics import Metric
 from groupgrad.rollout.collector import Experience
-from groupgrad.rollout.evaluation import ANSWERS, Evaluator, prompt_results
+from groupgrad.rollout.evaluation import Evaluator, prompt_results
 from groupgrad.rollout.requests import GenerationRequest, row_seed
 from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.trainer.run_summary import StartLines

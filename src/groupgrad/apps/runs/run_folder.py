@@ -35,7 +35,7 @@ _INDEXED = (
     *("step", "row", "group", "policy_version", "prompt_id", "reward", "advantage", "finish_reason", "num_tokens"),
     *("prompt", "completion", "is_messages", "tool_calls"),
 )
-_SCORED = ("row", "group", "prompt_id", "reward", "finish_reason", "num_tokens")
+_SCORED = ("row", "group", "prompt_id", "reward", "finish_reason", "num_tokens", "data", "extra")
 _OPTIONAL = ("phase", "gradient_share")
 """Columns of the table that files of earlier releases lack."""
 
@@ -224,7 +224,7 @@ class RunFolder:
         return tuple((name, time, size) for name, (of, time, size) in present if of == step)
 
     def scores(self, files: Sequence[str]) -> list[dict[str, Any]]:
-        """The rewards, lengths and finish reasons of all rows of some files, by number of the row; no texts."""
+        """The rewards, lengths, finish reasons and further columns of all rows of some files, by number of the row."""
         tables = [self._read(name, _SCORED) for name in files]
         rows = [row for table in tables if table is not None for row in table.to_pylist()]
         return sorted(rows, key=lambda row: row["row"])

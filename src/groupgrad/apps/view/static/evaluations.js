@@ -23,9 +23,11 @@ function tableOf({ run, base, found }) {
   const name = base ? `${run.name} less ${base.name}` : "last less first";
   const head = (of, step) => el("th", {}, of && runMark(of.index), of && `${of.name}, `, `step ${short(step)}`);
   if (!found.rows.length) return el("p", {}, `${found.phase}: ${name} have no scored prompt in common.`);
+  const rowsOf = (rows) => rows.map((row) => el("tr", {}, el("th", {}, UNITS[row.name] ?? row.name), [row.there, row.here, row.difference].map(cellOf), el("td", {}, short(row.p))));
+  const partOf = (part) => el("tbody", {}, el("tr", {}, el("th", { colspan: 5 }, `${found.by.column} ${part.value}, ${counted(part.prompts, "prompt")}`)), rowsOf(part.rows));
   return el("div", { class: "scroll" }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", {}, `${found.phase}, ${counted(found.prompts, "prompt")}`), head(base, found.there), head(base && run, found.here), el("th", {}, name), el("th", {}, "p"))),
-    el("tbody", {}, found.rows.map((row) => el("tr", {}, el("th", {}, UNITS[row.name] ?? row.name), [row.there, row.here, row.difference].map(cellOf), el("td", {}, short(row.p)))))),
+    el("tbody", {}, rowsOf(found.rows)), found.by?.values.map(partOf)),
     found.rewards_differ && el("p", { class: "quiet" }, "Their reward functions differ, so “reward” is not the same number in both."));
 }
 
