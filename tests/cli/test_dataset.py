@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from groupgrad.apps.cli.arguments import TaskArguments
-from groupgrad.apps.cli.dataset import conversation, load_splits, prepare
+from groupgrad.apps.cli.dataset import conversation, load_splits, load_test_split, prepare
 
 ROWS = [
     {"question": "1+1?", "answer": "one and one\n#### 2"},
@@ -76,6 +76,20 @@ def test_an_evaluation_file(file, tmp_path):
     script.dataset_test_name = None
     with pytest.raises(ValueError, match="set dataset_test_name to the file"):
         load_splits(script, evaluate=True)
+
+
+def test_several_evaluation_sets_have_names(file, tmp_path):
+    for name, rows in (("easy", ROWS[:1]), ("hard", ROWS[1:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = [f"easy={tmp_path}/easy.jsonl", f"hard={tmp_path}/hard.jsonl"]
+    script = TaskArguments(dataset_name=str(file), dataset_test_name=names, **GSM8K)
+    found = load_splits(script, evaluate=True)[1]
+    assert {name: len(rows) for name, rows in found.items()} == {"easy": 1, "hard": 2}
+    assert {name: len(rows) for name, rows in load_test_split(script, limit=1).items()} == {"easy": 1, "hard": 1}
+    for given in (names + names[:1], [names[0], str(file)]):
+        script.dataset_test_name = given
+        with pytest.raises(ValueError, match=r"has several sets.*give each a name of its own"):
+            load_splits(script, evaluate=True)
 
 
 def test_streaming_and_few_rows(file):

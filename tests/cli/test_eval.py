@@ -80,6 +80,35 @@ def test_the_model_of_a_run_and_its_checkpoint(flags: list[str], run_flags: list
     assert "out has no model, only checkpoints; give one of them, such as out/checkpoint-2" in capsys.readouterr().err
 
 
+def test_several_sets_are_evaluated_and_compared_by_their_names(flags: list[str], capsys: Any) -> None:
+    """Each set has the numbers of an evaluation of it alone."""
+    rows = Path("rows.jsonl").read_text().splitlines()
+    Path("few.jsonl").write_text("\n".join(rows[:2]))
+    sets = ["--dataset", "all=rows.jsonl", "few=few.jsonl"]
+    assert main(["eval", "other", *flags, *sets, "--output", "there.json"]) == 0
+    assert main(["eval", "model", *flags, *sets, "--by", "level", "--against", "there.json", "--output", "a.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "model on 6 prompts of all (rows.jsonl)" in shown and "model on 2 prompts of few (few.jsonl)" in shown
+    assert "less other, on the same prompts of few (few.jsonl)" in shown
+    both = json.loads(Path("a.json").read_text())["sets"]
+    assert [len(one["prompts"]) for one in both] == [6, 2] and all("differences" in one for one in both)
+    assert main(["eval", "model", *flags, "--dataset", "few.jsonl", "--by", "level", "--output", "b.json"]) == 0
+    alone = json.loads(Path("b.json").read_text())
+    assert (alone["means"], alone["prompts"]) == (both[1]["means"], both[1]["prompts"])
+    capsys.readouterr()
+    assert main(["eval", "model", *flags, "--dataset", "few.jsonl", "--against", "there.json"]) == 2
+    assert "the evaluation of other has 2 sets, and this one 1" in capsys.readouterr().err
+
+
+def test_a_data_set_on_the_command_line_wins_over_that_of_the_file(flags: list[str], capsys: Any) -> None:
+    Path("few.jsonl").write_text(Path("rows.jsonl").read_text().splitlines()[0])
+    Path("run.yaml").write_text(Path("run.yaml").read_text() + "dataset_test_name: none.jsonl\n")
+    for given in (["--dataset", "few.jsonl"], ["--dataset_name", "few.jsonl"], ["--dataset-test-name", "few.jsonl"]):
+        place = flags.index("--dataset_name")
+        assert main(["eval", "model", *flags[:place], *flags[place + 2 :], *given]) == 0
+        assert "model on 1 prompts of few.jsonl" in capsys.readouterr().out
+
+
 def test_the_completions_of_a_prompt_are_counted_by_flag_then_by_file(flags: list[str], capsys: Any) -> None:
     Path("run.yaml").write_text("num_generations: 4\nnum_generations_eval: 3\nmax_completion_length: 2\n")
     for given, size in (([], 3), (["--num-generations", "5"], 5), (["--num_generations=1"], 1)):
@@ -156,7 +185,8 @@ def test_a_run_scores_its_evaluations_by_functions_of_their_own(
         (["--against", "./nothing"], "there is no such folder"),
         (["--output", "none/a.json"], "there is no folder none; make it first"),
         (["--use_vllm", "--against", "other"], "evaluate it by itself with --output there.json"),
-        (["--dataset_name", "none.jsonl"], "there is no file none.jsonl"),
+        (["--dataset", "none.jsonl"], "there is no file none.jsonl"),
+        (["--dataset", "rows.jsonl", "none.jsonl"], "give each a name of its own, as in math=math.jsonl"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_sampled(

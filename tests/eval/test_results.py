@@ -122,14 +122,16 @@ def test_a_file_has_all_numbers_and_is_read_back(tmp_path: Path) -> None:
         by="level",
     )
     measure = Measure((1, 2))
-    results.write(tmp_path / "a.json", given, measure, results.compare(given, given, measure))
+    results.write(tmp_path / "a.json", [given], measure, [results.compare(given, given, measure)])
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["means"]["pass@1"] == {"mean": 0.75, "low": 0.5, "high": 1.0, "prompts": 2}
     assert content["by"]["b"]["reward"]["mean"] == 0.5
     assert content["prompts"][0]["numbers"]["pass@2"] is None and content["prompts"][1]["numbers"]["pass@2"] == 1.0
     assert content["differences"]["reward"]["p"] == 1.0
-    back = results.read(tmp_path / "a.json")
-    assert repr(back) == repr(given)
+    assert repr(results.read(tmp_path / "a.json")) == repr([given])
+    results.write(tmp_path / "two.json", [given, given], measure, None)
+    assert json.loads((tmp_path / "two.json").read_text())["sets"][1]["means"] == content["means"]
+    assert repr(results.read(tmp_path / "two.json")) == repr([given, given])
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is no file that `groupgrad eval --output` has written"):
         results.read(tmp_path / "b.json")

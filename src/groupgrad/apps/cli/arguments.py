@@ -28,8 +28,10 @@ class TaskArguments:
     )
     dataset_train_split: str = _option("train", "Split to train on.")
     dataset_test_split: str = _option("test", "Split to evaluate on, if eval_strategy asks for evaluation.")
-    dataset_test_name: str | None = _option(
-        None, "Data set or file to evaluate on, like dataset_name; unset: the test split of dataset_name."
+    dataset_test_name: list[str] | str | None = _option(
+        None,
+        "Data set or file to evaluate on, like dataset_name, or several as NAME=SET; unset: the test split of "
+        "dataset_name.",
     )
     dataset_streaming: bool = _option(
         False, "Read rows while training instead of downloading all first; needs max_steps."

@@ -12,6 +12,8 @@ from groupgrad.integrations import reasoning_gym
 FILES: dict[str, str] = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """File suffix -> loader of `datasets`."""
 
+_NAMED = re.compile(r"([\w-]+)=(.+)")
+"""An evaluation set with its name; a file of that name can be given as ./NAME=SET."""
 NO_DATASET = (
     "no data set is given; set dataset_name to a hub id, a folder, a .json, .jsonl, .parquet or .csv file, or "
     f"{reasoning_gym.PREFIX}TASK"
@@ -45,15 +47,35 @@ def load_splits(script: TaskArguments, evaluate: bool) -> tuple[Any, Any]:
 def load_test_split(script: TaskArguments, limit: int | None = None) -> Any:
     """Loads the evaluation data, its first `limit` rows or all; of a file that is no split, the whole file.
 
-    ValueError as `load_splits`.
+    It is a dict of data sets if `dataset_test_name` names them. ValueError as `load_splits`.
     """
-    name = script.dataset_test_name or script.dataset_name
-    if not name:
+
+    def load(name: str) -> Any:
+        rows = _load(name, script.dataset_test_split, script, "dataset_test_split")
+        if limit is not None:
+            rows = rows.take(limit) if script.dataset_streaming else rows.select(range(min(limit, len(rows))))
+        return prepare(rows, script)
+
+    sets = test_sets(script)
+    return load(sets[""]) if "" in sets else {name: load(given) for name, given in sets.items()}
+
+
+def test_sets(script: TaskArguments) -> dict[str, str]:
+    """The evaluation sets as they are given, by their names; the name of a single one may be empty.
+
+    ValueError without a set, and for several of which one has no name or one name is given twice.
+    """
+    given = script.dataset_test_name or script.dataset_name
+    if not given:
         raise ValueError(NO_DATASET)
-    rows = _load(name, script.dataset_test_split, script, "dataset_test_split")
-    if limit is not None:
-        rows = rows.take(limit) if script.dataset_streaming else rows.select(range(min(limit, len(rows))))
-    return prepare(rows, script)
+    given = [given] if isinstance(given, str) else given
+    pairs = [match.groups() if (match := _NAMED.fullmatch(one)) else ("", one) for one in given]
+    if len(dict(pairs)) < len(pairs) or ("" in dict(pairs) and len(pairs) > 1):
+        raise ValueError(
+            f"dataset_test_name={given} has several sets, and their metrics begin with their names; give each a name "
+            "of its own, as in math=math.jsonl"
+        )
+    return dict(pairs)
 
 
 def _load(name: str, split: str, script: TaskArguments, setting: str) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,15 @@ class EvalParser(TrainParser):
         self.add_argument("model", metavar="MODEL", help="model to evaluate: a hub id, a folder, a checkpoint or a run")
         group = self.add_argument_group("Evaluation")
         group.add_argument(
+            "--dataset",
+            dest="dataset_test_name",
+            nargs="+",
+            default=argparse.SUPPRESS,
+            metavar="SET",
+            help="data to evaluate on: a hub id, a folder or a file, or several as NAME=SET; unset: those of the "
+            "configuration",
+        )
+        group.add_argument(
             "--k",
             type=lambda text: [positive_count(part) for part in text.split(",")],
             metavar="K,...",
@@ -76,7 +85,9 @@ class EvalParser(TrainParser):
             "--threshold", type=float, default=1.0, help="a completion with this reward or more is right"
         )
         group.add_argument("--limit", type=positive_count, metavar="N", help="evaluate on the first N rows")
-        group.add_argument("--by", metavar="COLUMN", help="also print the means of each value of this column")
+        group.add_argument(
+            "--by", metavar="COLUMN", help="also print the means of each value of this column; unset: eval_by"
+        )
         group.add_argument(
             "--answer",
             metavar="COLUMN",
@@ -90,14 +101,15 @@ class EvalParser(TrainParser):
         self.fields()["per_device_eval_batch_size"].default = ROWS_AT_ONCE
 
     def parse_args_into_dataclasses(self, args: Any = None, **options: Any) -> Any:  # pyright: ignore
-        """The records, with `--k` as `eval_k`, the completions of a prompt in `num_generations_eval`, nothing to train.
+        """The records, with `--k` and `--by` as `eval_k` and `eval_by`, the completions of a prompt in
+        `num_generations_eval`, nothing to train.
 
         `--num_generations` on the command line counts completions; without it the configuration does. A flag wins over
-        the file's `eval_sampling`.
+        the file's `eval_sampling`, and the flag `--dataset_name` over its `dataset_test_name`.
         """
         known, _ = self.parse_known_args(args)
         words = {str(word).partition("=")[0] for word in args}
-        given = {name for name, flag in self.fields().items() if not words.isdisjoint(flag.option_strings)}
+        given = {flag.dest for flag in self._actions if not words.isdisjoint(flag.option_strings)}
         values = {**_OF_NO_USE, "gradient_accumulation_steps": [max(1, known.per_device_eval_batch_size // 2)]}
         size = known.num_generations
         sampling = known.eval_sampling
@@ -111,6 +123,10 @@ class EvalParser(TrainParser):
             size = known.num_generations_eval or size
         if known.k is not None:
             values["eval_k"] = known.k
+        if known.by is not None:
+            values["eval_by"] = [known.by]
+        if "dataset_name" in given and "dataset_test_name" not in given:
+            values["dataset_test_name"] = [known.dataset_name]
         values["num_generations_eval"] = [size]
         flags = [str(word) for name, texts in values.items() for word in (f"--{name}", *texts)]
         return super().parse_args_into_dataclasses([*args, *flags], **options)
@@ -150,16 +166,16 @@ def main(argv: Sequence[str]) -> int:
             return refuse("eval", error)
         try:
             here = evaluated()
-            print_on_main(report.report(here, measure))
+            print_on_main("\n".join(report.report(one, measure) for one in here))
             write()
             if len(models) > 1:
                 del evaluated
                 gc.collect()  # trainers are in cycles, and the next model needs the memory
                 there = _prepare(_parsed(argv), models[1], folder, here)()
-                print_on_main("\n" + report.report(there, measure))
+                print_on_main("\n" + "\n".join(report.report(one, measure) for one in there))
             if there is not None:
-                differences = results.compare(here, there, measure)
-                print_on_main("\n" + report.comparison(here, there, differences))
+                differences = [results.compare(*both, measure) for both in zip(here, there)]
+                print_on_main("".join("\n" + report.comparison(*parts) for parts in zip(here, there, differences)))
                 write(differences)
         except (ValueError, OSError) as error:
             return refuse("eval", error, 1)
@@ -217,35 +233,33 @@ def _model(name: str) -> str:
     return name
 
 
-def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> Callable[[], Evaluation]:
-    """Loads the data and a model, whose trainer writes to `folder`. Returns the function that evaluates it.
+def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> Callable[[], list[Evaluation]]:
+    """Loads the data and a model, whose trainer writes to `folder`. Returns the function that evaluates it on each set.
 
-    ValueError for data that do not fit, or whose prompts are not those of the evaluation `there`.
+    ValueError for data that do not fit, or whose prompts are not those of the evaluations `there`.
     """
-    from datasets import Dataset, IterableDataset
-
-    from groupgrad.apps.cli.dataset import load_test_split
+    from groupgrad.apps.cli.dataset import load_test_split, test_sets
     from groupgrad.apps.cli.train import build
     from groupgrad.apps.eval import measuring, results
     from groupgrad.run_folder.render import plain_value
 
     flags, script, config = parsed.flags, parsed.script, parsed.config
-    rows: Any = load_test_split(script, flags["limit"])
-    if isinstance(rows, IterableDataset):
-        rows = Dataset.from_list(list(rows))
-    if flags["by"] is not None and flags["by"] not in rows.column_names:
-        raise ValueError(f"--by {flags['by']}: the data set has no such column, only {', '.join(rows.column_names)}")
+    names = test_sets(script)
+    loaded = load_test_split(script, flags["limit"])
+    sets = {name: _rows(loaded[name] if name else loaded, config.eval_by) for name in names}
     if there is not None:
-        results.check_same_prompts([plain_value(row["prompt"]) for row in rows], there)
+        if len(there) != len(sets):
+            raise ValueError(f"the evaluation of {there[0].model} has {len(there)} sets, and this one {len(sets)}")
+        for rows, other in zip(sets.values(), there):
+            results.check_same_prompts([plain_value(row["prompt"]) for row in rows], other)
     parsed.model.model_name_or_path = model
     quiet_settings(config, folder)
     with _without_warnings("no effect: .* without use_peft"):
-        trainer = build(parsed, splits_of=lambda *_: (rows, None))
+        trainer = build(parsed, splits_of=lambda *_: (next(iter(sets.values())), sets.get("", sets)))
     settings = {
-        "dataset": script.dataset_test_name or script.dataset_name,
         "split": script.dataset_test_split,
         "limit": flags["limit"],
-        "by": flags["by"],
+        "by": config.eval_by,
         "num_generations": config.num_generations_eval_resolved,
         **config.sampling_resolved,
         "max_completion_length": config.max_new_tokens_resolved,
@@ -255,4 +269,25 @@ def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> Callable[[]
         "rewards": trainer.rewards.names,
         "reward_weights": config.reward_weights,
     }
-    return partial(measuring.evaluate, trainer, rows, model, settings, answers=flags["answer"], by=flags["by"])
+
+    def evaluate() -> list[Evaluation]:
+        options = {"answers": flags["answer"], "by": config.eval_by}
+        return [
+            measuring.evaluate(
+                trainer, rows, model, {"set": name or None, "dataset": names[name], **settings}, **options
+            )
+            for name, rows in sets.items()
+        ]
+
+    return evaluate
+
+
+def _rows(rows: Any, by: str | None) -> Any:
+    """A data set without a stream. ValueError if it lacks the column by which results are split."""
+    from datasets import Dataset, IterableDataset
+
+    if isinstance(rows, IterableDataset):
+        rows = Dataset.from_list(list(rows))
+    if by is not None and by not in rows.column_names:
+        raise ValueError(f"--by {by}: the data set has no such column, only {', '.join(rows.column_names)}")
+    return rows

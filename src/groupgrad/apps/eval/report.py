@@ -21,7 +21,7 @@ def report(evaluation: Evaluation, measure: Measure) -> str:
     found, count = means(numbers), len(evaluation.prompts)
     sampled = ", ".join(f"{name} {settings[name]}" for name in SAMPLING if settings[name] is not None)
     lines = [
-        f"{evaluation.model} on {count} prompts of {settings['dataset']}, in {evaluation.seconds:.1f} s",
+        f"{evaluation.model} on {count} prompts of {_set(settings)}, in {evaluation.seconds:.1f} s",
         f"{sampled}, seed {settings['seed']}; rewards: {', '.join(settings['rewards'])}",
         "",
         *_table([["", "mean", "95 % interval"], *([_name(name), *_cells(mean)] for name, mean in found.items())]),
@@ -48,12 +48,18 @@ def comparison(here: Evaluation, there: Evaluation, differences: Mapping[str, Di
     for name, found in differences.items():
         cells = _cells(found.difference)
         rows.append([_name(name), _number(found.here), _number(found.there), *cells, f"{found.p:.2g}"])
-    lines = [f"less {there.model}, on the same prompts:", "", *_table(rows)]
+    of_set = f" of {_set(here.settings)}" if here.settings.get("set") else ""
+    lines = [f"less {there.model}, on the same prompts{of_set}:", "", *_table(rows)]
     names = [name for name in (*SAMPLING, "seed", "rewards") if here.settings[name] != there.settings.get(name)]
     if names:
         differing = ", ".join(f"{name} {here.settings[name]} and {there.settings.get(name)}" for name in names)
         lines.append(f"settings that differ, here and there: {differing}")
     return "\n".join(lines) + "\n"
+
+
+def _set(settings: Mapping[str, Any]) -> str:
+    """The evaluation set as it was given, with its name."""
+    return f"{settings['set']} ({settings['dataset']})" if settings.get("set") else str(settings["dataset"])
 
 
 def _name(name: str) -> str:

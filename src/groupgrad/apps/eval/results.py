@@ -66,14 +66,28 @@ def check_same_prompts(prompts: Sequence[Any], there: Evaluation) -> None:
     )
 
 
-def write(path: Path, evaluation: Evaluation, measure: Measure, differences: Mapping[str, Difference] | None) -> None:
-    """Writes an evaluation as JSON: means, the numbers of each prompt, and a comparison; NaN as null."""
+def write(
+    path: Path,
+    evaluations: Sequence[Evaluation],
+    measure: Measure,
+    differences: Sequence[Mapping[str, Difference]] | None,
+) -> None:
+    """Writes evaluations as JSON: means, the numbers of each prompt, and the comparison of each; NaN as null.
+
+    A single one is the content; of several sets the content has a list, `sets`.
+    """
+    contents = [_content(one, measure) for one in evaluations]
+    for content, found in zip(contents, differences or ()):
+        content["differences"] = {name: dataclasses.asdict(difference) for name, difference in found.items()}
+    content = contents[0] if len(contents) == 1 else {"sets": contents}
+    text = json.dumps(finite(content), ensure_ascii=False, indent=1, default=str)
+    replace_file(path, lambda aside: aside.write_text(text + "\n", encoding="utf-8", errors="replace"))
+
+
+def _content(evaluation: Evaluation, measure: Measure) -> dict[str, Any]:
     numbers = numbers_of_prompts(evaluation.prompts, measure)
-    record = dataclasses.asdict(evaluation)
-    for place, prompt in enumerate(record["prompts"]):
-        prompt["numbers"] = {name: values[place] for name, values in numbers.items()}
     content: dict[str, Any] = {
-        **{name: value for name, value in record.items() if name != "prompts"},
+        **dataclasses.asdict(evaluation),
         "measure": dataclasses.asdict(measure),
         "means": {name: dataclasses.asdict(mean) for name, mean in means(numbers).items()},
     }
@@ -82,22 +96,25 @@ def write(path: Path, evaluation: Evaluation, measure: Measure, differences: Map
             value: {name: dataclasses.asdict(mean) for name, mean in found.items()}
             for value, found in means_by_column(evaluation, numbers).items()
         }
-    if differences is not None:
-        content["differences"] = {name: dataclasses.asdict(found) for name, found in differences.items()}
-    text = json.dumps(finite({**content, "prompts": record["prompts"]}), ensure_ascii=False, indent=1, default=str)
-    replace_file(path, lambda aside: aside.write_text(text + "\n", encoding="utf-8", errors="replace"))
+    for place, prompt in enumerate(content["prompts"]):
+        prompt["numbers"] = {name: values[place] for name, values in numbers.items()}
+    content["prompts"] = content.pop("prompts")  # the longest part stands last
+    return content
 
 
-def read(path: Path) -> Evaluation:
-    """Reads an evaluation that `write` has written. ValueError for another file."""
+def read(path: Path) -> list[Evaluation]:
+    """Reads the evaluations that `write` has written. ValueError for another file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        names = [field.name for field in dataclasses.fields(PromptResult)]
-        prompts = [PromptResult(**{name: prompt[name] for name in names}) for prompt in content["prompts"]]
-        known = [_with_nan(prompt) for prompt in prompts]
-        return Evaluation(content["model"], content["settings"], known, content["seconds"])
-    except (ValueError, KeyError, TypeError) as error:
+        return [_evaluation(one) for one in content.get("sets", [content])]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no file that `groupgrad eval --output` has written: {error!r}") from error
+
+
+def _evaluation(content: Mapping[str, Any]) -> Evaluation:
+    names = [field.name for field in dataclasses.fields(PromptResult)]
+    prompts = [PromptResult(**{name: prompt[name] for name in names}) for prompt in content["prompts"]]
+    return Evaluation(content["model"], content["settings"], list(map(_with_nan, prompts)), content["seconds"])
 
 
 def _with_nan(prompt: PromptResult) -> PromptResult:
