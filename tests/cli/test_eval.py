@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
+from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.cli.main import main
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.view.evaluations import compared
@@ -28,6 +33,7 @@ def flags(run_flags: list[str], tmp_path: Path, make_model: Any, make_tokenizer:
     make_model(1).save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
     (tmp_path / "digits.py").write_text(DIGITS)
+    sys.modules.pop("digits", None)
     rows = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1), "level": a % 2}) for a in range(6)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "run.yaml").write_text("max_steps: 2\nnum_generations: 4\nmax_completion_length: 3\nbeta: 0.1\n")
@@ -107,6 +113,55 @@ def test_a_data_set_on_the_command_line_wins_over_that_of_the_file(flags: list[s
         place = flags.index("--dataset_name")
         assert main(["eval", "model", *flags[:place], *flags[place + 2 :], *given]) == 0
         assert "model on 1 prompts of few.jsonl" in capsys.readouterr().out
+
+
+def test_a_run_says_how_to_evaluate_its_model(
+    flags: list[str], run_flags: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    """The data, rewards and sampling are those of its evaluations, from any folder; a flag replaces each of them."""
+    rows = Path("rows.jsonl").read_text().splitlines()
+    Path("test.jsonl").write_text("\n".join(rows[:3]))
+    Path("away").mkdir()
+    Path("away/few.jsonl").write_text(rows[0])
+    options = ["--eval_strategy", "steps", "--eval_steps", "2", "--per_device_eval_batch_size", "8", "--seed", "7"]
+    options += ["--eval_sampling", '{"temperature": 0.5, "num_generations": 8}', "--eval_k", "1", "8"]
+    options += ["--dataset_test_name", "held=test.jsonl", "--eval_reward_funcs", "digits.odd", "--save_steps", "1"]
+    assert main(["train", *run_flags, *options]) == 0
+    assert "eval_held_pass@8" in Path("out/metrics.jsonl").read_text()
+    os.chdir("away")
+    for name, given in (("../out", []), ("../out/checkpoint-2", ["--k", "1"])):
+        assert main(["eval", name, *given, "--output", "found.json"]) == 0
+        content = json.loads(Path("found.json").read_text())
+        found = content["settings"]
+        assert (found["set"], Path(found["dataset"]).name, len(content["prompts"])) == ("held", "test.jsonl", 3)
+        assert (found["num_generations"], found["temperature"], found["seed"]) == (8, 0.5, 7)
+        assert (found["max_completion_length"], found["rewards"], found["reward_weights"]) == (3, ["odd"], None)
+        assert ("pass@8" in content["means"]) == (not given)
+    flags = ["--dataset", "few.jsonl", "--reward_funcs", "counts.count", "digits.odd", "--temperature", "2"]
+    assert main(["eval", "../out", *flags, "--num_generations", "3", "--k", "3", "--output", "found.json"]) == 0
+    found = json.loads(Path("found.json").read_text())["settings"]
+    assert (found["dataset"], found["temperature"], found["num_generations"]) == ("few.jsonl", 2.0, 3)
+    assert (found["rewards"], found["reward_weights"]) == (["count", "odd"], None)
+
+
+def test_the_run_of_a_script_has_recorded_no_data(
+    flags: list[str], make_model: Any, tokenizer: Any, capsys: Any
+) -> None:
+    settings = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 2, "max_steps": 1}
+    config = GRPOConfig("out", temperature=0.5, eval_k=[2], use_cpu=True, report_to="none", seed=3, **settings)
+    rows = Dataset.from_json("rows.jsonl")
+    trainer = GRPOTrainer(make_model(), importlib.import_module("digits").odd, config, rows, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    assert main(["eval", "out"]) == 2
+    text = "out is of a run that has not recorded its data, as those of Python scripts; give --dataset"
+    assert text in capsys.readouterr().err
+    assert main(["eval", "out", "--dataset", "rows.jsonl", "--output", "found.json"]) == 0
+    found = json.loads(Path("found.json").read_text())["settings"]
+    assert (found["rewards"], found["temperature"], found["num_generations"], found["seed"]) == (["odd"], 0.5, 4, 3)
+    assert "pass@2" in capsys.readouterr().out
+    assert main(["eval", "model"]) == 2
+    assert "no data set is given; give --dataset" in capsys.readouterr().err
 
 
 def test_the_completions_of_a_prompt_are_counted_by_flag_then_by_file(flags: list[str], capsys: Any) -> None:

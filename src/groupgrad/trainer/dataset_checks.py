@@ -242,7 +242,7 @@ def keep_columns(
         columns = column_names(dataset)
         named = {column for function in functions for column in function.columns_named(columns)}
         named |= {*_PROMPT_COLUMNS, *rollout_components.columns_named}
-        if name != "train_dataset":
+        if name != "train_dataset" and config.eval_by is not None:
             named.add(config.eval_by)
         # A user's function may read all columns; a data set without prompts is refused with all of its columns.
         is_left = isinstance(dataset, Dataset) and is_transformed(dataset)

@@ -69,13 +69,14 @@ def test_sets(script: TaskArguments) -> dict[str, str]:
     if not given:
         raise ValueError(NO_DATASET)
     given = [given] if isinstance(given, str) else given
-    pairs = [match.groups() if (match := _NAMED.fullmatch(one)) else ("", one) for one in given]
-    if len(dict(pairs)) < len(pairs) or ("" in dict(pairs) and len(pairs) > 1):
+    matches = [(_NAMED.fullmatch(one), one) for one in given]
+    sets = {match[1] if match else "": match[2] if match else one for match, one in matches}
+    if len(sets) < len(given) or ("" in sets and len(sets) > 1):
         raise ValueError(
             f"dataset_test_name={given} has several sets, and their metrics begin with their names; give each a name "
             "of its own, as in math=math.jsonl"
         )
-    return dict(pairs)
+    return sets
 
 
 def _load(name: str, split: str, script: TaskArguments, setting: str) -> Any:

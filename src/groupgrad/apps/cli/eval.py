@@ -7,7 +7,7 @@ import gc
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from groupgrad.apps.cli.check import print_on_main, quiet_settings
 from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
+from groupgrad.apps.cli.recorded import recorded_fields, run_file
 from groupgrad.config.settings import mapping
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ ROWS_AT_ONCE = 256
 """Completions that a process samples and scores at a time, unless `per_device_eval_batch_size` is given."""
 
 _EXAMPLES = """\
-groupgrad eval runs/math --dataset_name gsm8k_test.jsonl --reward_funcs accuracy_reward --k 1,8
-groupgrad eval runs/math/checkpoint-40 --config run.yaml --num_generations 32 --k 1,8,32 --by level --output step40.json
-groupgrad eval runs/math --config run.yaml --against Qwen/Qwen2.5-0.5B-Instruct
-groupgrad eval runs/math --config run.yaml --against base.json
+groupgrad eval runs/math --k 1,8
+groupgrad eval runs/math/checkpoint-40 --num_generations 32 --k 1,8,32 --by level --output step40.json
+groupgrad eval runs/math --against Qwen/Qwen2.5-0.5B-Instruct
+groupgrad eval runs/math --dataset math=math.jsonl gsm8k=gsm8k.jsonl --reward_funcs accuracy_reward --against base.json
+groupgrad eval Qwen/Qwen2.5-0.5B-Instruct --config run.yaml
 """
 
 _OF_NO_USE: dict[str, Sequence[Any]] = {
@@ -58,9 +60,10 @@ class EvalParser(TrainParser):
     def __init__(self) -> None:
         super().__init__(
             prog="groupgrad eval",
-            usage="groupgrad eval MODEL [--config FILE] [--FIELD VALUE ...] [--k K,...] [--against OTHER] ...",
+            usage="groupgrad eval MODEL [--config FILE] [--dataset SET ...] [--k K,...] [--against OTHER] [--FIELD VALUE]",
             description="Sample completions of a data set from a model, and score them: mean reward, pass@k, majority "
-            "votes, 95 % intervals over prompts. Completions of the same prompts come from the same random streams for "
+            "votes, 95 % intervals over prompts. The data, rewards and sampling of a run are those that it was given; "
+            "flags and --config replace them. Completions of the same prompts come from the same random streams for "
             "every model, so that two can be compared prompt by prompt.",
             epilog=epilog("eval", _EXAMPLES),
         )
@@ -72,8 +75,8 @@ class EvalParser(TrainParser):
             nargs="+",
             default=argparse.SUPPRESS,
             metavar="SET",
-            help="data to evaluate on: a hub id, a folder or a file, or several as NAME=SET; unset: those of the "
-            "configuration",
+            help="data to evaluate on: a hub id, a folder or a file, or several as NAME=SET; unset: those of "
+            "--config, or of the run that made MODEL",
         )
         group.add_argument(
             "--k",
@@ -99,6 +102,12 @@ class EvalParser(TrainParser):
         group.add_argument("--output", metavar="FILE", type=Path, help="write all numbers to this file, as JSON")
         add_flags(self)
         self.fields()["per_device_eval_batch_size"].default = ROWS_AT_ONCE
+
+    def set_field_defaults(self, values: Mapping[str, Any]) -> None:
+        """Takes values that a parser has read already as the defaults of fields."""
+        fields = self.fields()
+        for name, value in values.items():
+            fields[name].default = value
 
     def parse_args_into_dataclasses(self, args: Any = None, **options: Any) -> Any:  # pyright: ignore
         """The records, with `--k` and `--by` as `eval_k` and `eval_by`, the completions of a prompt in
@@ -183,11 +192,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parsed(argv: Sequence[str]) -> Parsed:
-    """The command line, whose `reward_funcs` are what evaluation scores by."""
-    with _without_warnings("these settings have no effect here"):
-        parsed = parse(argv, EvalParser())
+    """The command line, whose `reward_funcs` are what evaluation scores by.
+
+    Without `--config` the model's own run has the place of a file.
+    """
     words = {str(word).partition("=")[0].lstrip("-").replace("-", "_") for word in argv}
-    script, of_training = parsed.script, {"reward_funcs", "reward_model_name_or_path"}
+    of_training = {"reward_funcs", "reward_model_name_or_path"}
+    parser = EvalParser()
+    known, _ = parser.parse_known_args(argv)
+    if known.config is None:
+        recorded = recorded_fields(known.model)
+        if not words.isdisjoint({*of_training, "eval_reward_funcs"}):  # the run's weights are for its rewards
+            recorded.pop("reward_weights", None)
+        parser.set_field_defaults(recorded)
+    with _without_warnings("these settings have no effect here"):
+        parsed = parse(argv, parser)
+    script = parsed.script
     # Rewards on the command line are meant for this evaluation, whichever flag names them, and win over the file's.
     if script.eval_reward_funcs is not None and (words.isdisjoint(of_training) or "eval_reward_funcs" in words):
         script.reward_funcs, script.reward_model_name_or_path = script.eval_reward_funcs, None
@@ -244,6 +264,14 @@ def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> Callable[[]
     from groupgrad.run_folder.render import plain_value
 
     flags, script, config = parsed.flags, parsed.script, parsed.config
+    if not (script.dataset_test_name or script.dataset_name):
+        reason = "no data set is given"
+        if run_file(flags["model"]) is not None:
+            reason = f"{flags['model']} is of a run that has not recorded its data, as those of Python scripts"
+        raise ValueError(
+            f"{reason}; give --dataset (a hub id, a folder, a file, or reasoning_gym:TASK), or --config with the file "
+            "of a run"
+        )
     names = test_sets(script)
     loaded = load_test_split(script, flags["limit"])
     sets = {name: _rows(loaded[name] if name else loaded, config.eval_by) for name in names}

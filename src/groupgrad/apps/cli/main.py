@@ -58,7 +58,7 @@ _EXAMPLES = """\
 examples:
   groupgrad train --config run.yaml --learning_rate 2e-6
   groupgrad check --config run.yaml
-  groupgrad eval runs/math --config run.yaml --k 1,8
+  groupgrad eval runs/math --k 1,8
   groupgrad sweep sweep.yaml
   groupgrad view runs/math
   groupgrad rollouts runs/math --step 40 --min-reward 0.5

@@ -303,11 +303,11 @@ def parse(
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     flags = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
-    given = _given(parser, argv, known.set or [], content or {})
+    given = given_fields(parser, argv, known.set or [], content or {})
     return Parsed(script, model, config, flags, given, command_of(argv, content))
 
 
-def _given(
+def given_fields(
     parser: TrainParser, argv: Sequence[str], settings: Sequence[str], content: Mapping[Any, Any]
 ) -> frozenset[str]:
     """The fields that flags, `--set` and the keys of a YAML file set."""
