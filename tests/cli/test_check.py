@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -127,14 +128,31 @@ def test_the_groups_of_a_round_are_those_of_its_prompts(checked: Any) -> None:
 )
 def test_the_time_of_evaluations_is_told(flags: list[str], completions: int, checked: Any) -> None:
     _, shown, _ = checked("--dataset_test_name", "rows.jsonl", *flags)
-    pattern = (
-        r"and 2 steps [\d.]+ s(?:; (\d+) completions in evaluations take [\d.]+ (?:s|min) more)?(; eval_on.*?)? ok"
+    found = re.search(
+        r"and 2 steps [\d.]+ s(?:; (\d+) completions in evaluations take [\d.]+ (?:s|min) more)? ok", shown
     )
-    found = re.search(pattern, shown)
     assert found is not None, shown
     assert int(found[1] or 0) == completions
-    offer = None if not completions or "--eval_on_start" in flags else "also evaluates before the first step"
-    assert (found[2] or "").endswith(offer or "") and bool(found[2]) == bool(offer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "offer"),
+    [
+        ([], r"ok +held-out +`(groupgrad eval \S*/model .*)` evaluates the model before training, on rows\.jsonl"),
+        (["--eval_strategy", "epoch"], "ok +held-out +eval_on_start=True also evaluates before the first step"),
+        (["--eval_strategy", "epoch", "--eval_on_start"], None),
+    ],
+)
+def test_an_evaluation_before_the_first_step_is_offered(
+    flags: list[str], offer: str | None, checked: Any, capsys: Any
+) -> None:
+    """The command that is offered can be run."""
+    _, shown, _ = checked("--dataset_test_name", "rows.jsonl", "--no-round", *flags)
+    found = re.search(offer or "held-out", shown)
+    assert (found is None) == (offer is None)
+    if found is not None and found.groups():
+        assert main(shlex.split(found[1])[1:]) == 0
+        assert "on 8 prompts of rows.jsonl" in capsys.readouterr().out
 
 
 def test_a_run_that_truncates_all_completions_is_an_error(tmp_path: Path, checked: Any) -> None:

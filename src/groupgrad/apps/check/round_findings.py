@@ -23,18 +23,9 @@ _HAVE_ROWS = (TRUNCATED, NO_VARIANCE, _REWARD_SECONDS, DIFFERENCE)
 
 
 def round_findings(
-    trainer: Any,
-    done: Round,
-    plan: GenerationPlan,
-    num_steps: int,
-    num_evaluated: int = 0,
-    *,
-    begins_with_one: bool = True,
+    trainer: Any, done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: int = 0
 ) -> list[Finding]:
-    """Returns what a small round shows of a run with this plan, number of steps and of completions in evaluations.
-
-    `begins_with_one`: the run evaluates before its first step.
-    """
+    """Returns what a small round shows of a run with this plan, number of steps and of completions in evaluations."""
     advices = advice_on_step(done.metrics)
     further = [found for metric, found in advices.items() if metric not in _HAVE_ROWS]
     return [
@@ -43,7 +34,7 @@ def round_findings(
         *_rewards(done, advices, trainer.rewards.names),
         _agreement(trainer, done.metrics, advices),
         *(Finding("advice", found.text, "warning", found.setting) for found in further),
-        _seconds(done, plan, num_steps, num_evaluated, begins_with_one=begins_with_one),
+        _seconds(done, plan, num_steps, num_evaluated),
         _memory(done, plan),
     ]
 
@@ -145,9 +136,7 @@ def evaluated_completions(trainer: Any, num_steps: int) -> int:
     return times * sum(map(len, datasets)) * config.num_generations_eval_resolved
 
 
-def _seconds(
-    done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: int, *, begins_with_one: bool
-) -> Finding:
+def _seconds(done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: int) -> Finding:
     metrics = done.metrics
     parts = ", ".join(
         f"{key.removeprefix('time/')} {value:.2g} s" for key, value in metrics.items() if key.startswith("time/")
@@ -160,8 +149,6 @@ def _seconds(
     if num_evaluated:
         one = (metrics["step_time"] - metrics.get("time/training", 0.0)) / done.rows
         text += f"; {num_evaluated:,} completions in evaluations take {_duration(one * num_evaluated)} more"
-        if not begins_with_one:
-            text += "; eval_on_start=True also evaluates before the first step"
     return Finding("time", text)
 
 

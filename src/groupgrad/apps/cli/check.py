@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import shlex
 import shutil
 import tempfile
 import textwrap
@@ -135,11 +137,11 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
     from groupgrad.apps.check.small_round import make_round
 
     plan = trainer.plan
-    report.add(*data_findings(trainer))
+    report.add(*data_findings(trainer), *_offer(parsed))
     if parsed.flags["no_round"]:
         return True
     num_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
-    num_evaluated, begins_with_one = evaluated_completions(trainer, num_steps), bool(trainer.args.eval_on_start)
+    num_evaluated = evaluated_completions(trainer, num_steps)
 
     def end_with(reason: str) -> None:
         report.fail(reason)
@@ -156,8 +158,26 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
         else:
             report.fail(f"{type(error).__name__}: {error}")
         return False
-    report.add(*round_findings(trainer, done, plan, num_steps, num_evaluated, begins_with_one=begins_with_one))
+    report.add(*round_findings(trainer, done, plan, num_steps, num_evaluated))
     return True
+
+
+def _offer(parsed: Parsed) -> list[Finding]:
+    """How to evaluate the model before the first step, if the run does not."""
+    from groupgrad.apps.cli.dataset import test_sets
+
+    if parsed.config.eval_on_start:
+        return []
+    if parsed.config.evaluates:
+        return [Finding("held-out", "eval_on_start=True also evaluates before the first step")]
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--no-round", "--no_round", action="store_true")
+    for flag in ("--prompts", "--model-name-or-path", "--model_name_or_path"):
+        own.add_argument(flag)
+    _, words = own.parse_known_args(parsed.command["argv"])
+    command = shlex.join(["groupgrad", "eval", str(parsed.model.model_name_or_path), *words])
+    sets = ", ".join(test_sets(parsed.script).values())
+    return [Finding("held-out", f"`{command}` evaluates the model before training, on {sets}")]
 
 
 def _count(findings: Sequence[Finding], status: Status) -> int:

@@ -60,7 +60,7 @@ class EvalParser(TrainParser):
     def __init__(self) -> None:
         super().__init__(
             prog="groupgrad eval",
-            usage="groupgrad eval MODEL [--config FILE] [--dataset SET ...] [--k K,...] [--against OTHER] [--FIELD VALUE]",
+            usage="groupgrad eval MODEL [--config FILE] [--dataset SET ...] [--k K,...] [--against OTHER] ...",
             description="Sample completions of a data set from a model, and score them: mean reward, pass@k, majority "
             "votes, 95 % intervals over prompts. The data, rewards and sampling of a run are those that it was given; "
             "flags and --config replace them. Completions of the same prompts come from the same random streams for "
