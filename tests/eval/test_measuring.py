@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,13 @@ import pytest
 import torch
 from datasets import Dataset
 from forked_ranks import on_ranks
+from three_tokens import check_against_enumeration, starts_with_a, token_ids
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.eval import measuring, report
 from groupgrad.apps.eval.results import Evaluation
-from groupgrad.evaluation.prompt_numbers import Measure, numbers_of_prompts
 
 ROWS = Dataset.from_list([{"prompt": text, "level": len(text)} for text in ("ab", "c", "1+1=", "xyz", "7")])
-
-
-def starts_with_a(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
-    log_extra("answer_parsed", [text[:1] or None for text in completions])
-    return [float(text.startswith("a")) for text in completions]
 
 
 @pytest.fixture
@@ -91,41 +84,17 @@ def test_two_ranks_find_what_one_finds(trainer_of: Any, tmp_path: Path) -> None:
     assert both[0] == both[1] == prompts()
 
 
-def test_a_model_of_three_tokens_has_the_enumerated_probabilities(trainer_of: Any, tokenizer: Any) -> None:
-    """Two tokens out of a, b and the end: each of the 7 completions has a probability, and so has pass@k.
-
-    With n samples of a prompt the estimate of pass@1 has the standard error sqrt(p (1 - p) / n).
-    """
-    size, ids = 1500, [tokenizer.convert_tokens_to_ids(token) for token in ("a", "b", "<eos>")]
-    others = [token for token in range(len(tokenizer)) if token not in ids]
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_a_model_of_three_tokens_has_the_enumerated_probabilities(trainer_of: Any, tokenizer: Any, engine: str) -> None:
+    """tests/vllm/test_training.py has the same with vLLM."""
+    size, ids = 1500, token_ids(tokenizer)
     trainer = trainer_of(
         num_generations_eval=size,
         per_device_eval_batch_size=5 * size,
         max_completion_length=2,
         gradient_accumulation_steps=size,
         steps_per_generation=1,
-        generation_kwargs={"suppress_tokens": others},
+        generation_kwargs={"suppress_tokens": [token for token in range(len(tokenizer)) if token not in ids]},
+        rollout_engine=engine,
     )
-    found = evaluate(trainer)
-    assert {text for prompt in found.prompts for text in prompt.completions} == {"", "a", "b", "aa", "ab", "ba", "bb"}
-    numbers = numbers_of_prompts(found.prompts, Measure((1, 3, 20)))
-
-    def after(tokens: list[int]) -> list[float]:
-        with torch.no_grad():
-            logits = trainer.model(torch.tensor([tokens])).logits[0, -1].double()
-        return torch.softmax(logits[ids], 0).tolist()
-
-    for place, row in enumerate(ROWS):
-        prompt_ids = tokenizer(row["prompt"]).input_ids
-        p = after(prompt_ids)[0]  # the first token is an a
-        spread = math.sqrt(p * (1 - p) / size)
-        assert numbers["pass@1"][place] == pytest.approx(p, abs=5 * spread)
-        for k in (3, 20):  # whose derivative by p is k (1 - p)^(k - 1)
-            slope = k * (1 - p) ** (k - 1)
-            expected = 1 - (1 - p) ** k
-            assert numbers[f"pass@{k}"][place] == pytest.approx(expected, abs=5 * spread * slope + 1e-3)
-        for first, second in itertools.product((0, 1), repeat=2):
-            text = "ab"[first] + "ab"[second]
-            exact = after(prompt_ids)[first] * after([*prompt_ids, ids[first]])[second]
-            share = found.prompts[place].completions.count(text) / size
-            assert share == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / size)), text
+    check_against_enumeration(evaluate(trainer), trainer.model, tokenizer, ROWS["prompt"])
