@@ -15,6 +15,7 @@ from datasets import Dataset
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.cli.main import main
+from groupgrad.apps.cli.recorded import recorded_fields
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.view.evaluations import compared
 
@@ -126,9 +127,11 @@ def test_a_run_says_how_to_evaluate_its_model(
     options = ["--eval_strategy", "steps", "--eval_steps", "2", "--per_device_eval_batch_size", "8", "--seed", "7"]
     options += ["--eval_sampling", '{"temperature": 0.5, "num_generations": 8}', "--eval_k", "1", "8"]
     options += ["--dataset_test_name", "held=test.jsonl", "--eval_reward_funcs", "digits.odd", "--save_steps", "1"]
+    options += ["--hub_token", "hf_1"]
     assert main(["train", *run_flags, *options]) == 0
     assert "eval_held_pass@8" in Path("out/metrics.jsonl").read_text()
     os.chdir("away")
+    assert "hub_token" not in recorded_fields("../out")  # it is not recorded
     for name, given in (("../out", []), ("../out/checkpoint-2", ["--k", "1"])):
         assert main(["eval", name, *given, "--output", "found.json"]) == 0
         content = json.loads(Path("found.json").read_text())

@@ -39,9 +39,9 @@ def recorded_fields(model: str) -> dict[str, Any]:
         return {}
     record = json.loads(file.read_text(encoding="utf-8"))
     command = record.get("command") or {}
-    if "argv" in command and command.get("name") != "demo":
-        return _of_command(command, f"{file}: ")
-    return _of_settings(record)
+    is_of_fields = "argv" in command and command.get("name") != "demo"
+    found = _of_command(command, f"{file}: ") if is_of_fields else _of_settings(record)
+    return {name: value for name, value in found.items() if HIDDEN not in str(value)}
 
 
 def _of_command(command: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -74,6 +74,6 @@ def _of_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         name: value
         for name, value in record["settings"].items()
-        if name in _INHERITED or (name in defaults and value != defaults[name] and HIDDEN not in str(value))
+        if name in _INHERITED or (name in defaults and value != defaults[name])
     }
     return found | {"reward_funcs": record["reward_functions"], "eval_reward_funcs": record["eval_reward_functions"]}
