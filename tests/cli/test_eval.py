@@ -148,9 +148,10 @@ def test_a_run_says_how_to_evaluate_its_model(
 
 
 def test_the_run_of_a_script_has_recorded_no_data(
-    flags: list[str], make_model: Any, tokenizer: Any, capsys: Any
+    flags: list[str], make_model: Any, tokenizer: Any, capsys: Any, recwarn: Any
 ) -> None:
     settings = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 2, "max_steps": 1}
+    settings |= {"log_completions": True, "num_completions_to_print": 0}
     config = GRPOConfig("out", temperature=0.5, eval_k=[2], use_cpu=True, report_to="none", seed=3, **settings)
     rows = Dataset.from_json("rows.jsonl")
     trainer = GRPOTrainer(make_model(), importlib.import_module("digits").odd, config, rows, processing_class=tokenizer)
@@ -163,6 +164,7 @@ def test_the_run_of_a_script_has_recorded_no_data(
     found = json.loads(Path("found.json").read_text())["settings"]
     assert (found["rewards"], found["temperature"], found["num_generations"], found["seed"]) == (["odd"], 0.5, 4, 3)
     assert "pass@2" in capsys.readouterr().out
+    assert not [str(warning.message) for warning in recwarn if "no effect" in str(warning.message)]
     assert main(["eval", "model"]) == 2
     assert "no data set is given; give --dataset" in capsys.readouterr().err
 

@@ -282,7 +282,7 @@ def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> Callable[[]
             results.check_same_prompts([plain_value(row["prompt"]) for row in rows], other)
     parsed.model.model_name_or_path = model
     quiet_settings(config, folder)
-    with _without_warnings("no effect: .* without use_peft"):
+    with _without_warnings("no effect: .* without use_peft|these settings have no effect here"):
         trainer = build(parsed, splits_of=lambda *_: (next(iter(sets.values())), sets.get("", sets)))
     settings = {
         "split": script.dataset_test_split,
