@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from groupgrad.concurrency import running_time
 from groupgrad.concurrency.workers import Outcome, Workers, call_here
 
 DEADLINE_S = 0.2
@@ -58,6 +59,28 @@ def start_double(x: int) -> Any:
 
 def answer(workers: Workers, function: Any, timeout_s: float | None = 5, **kwargs: Any) -> Outcome:
     return workers.call(function, kwargs, timeout_s=timeout_s).result(5)
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def sleep_on_the_loop(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+@pytest.mark.parametrize("function", [sleep, sleep_on_the_loop])
+def test_a_supervisor_waits_for_one_future_however_often_it_looks(function: Any, workers: Workers, monkeypatch):
+    monkeypatch.setattr(running_time, "SLICE_S", 0.01)
+    made, wrap = [], asyncio.wrap_future
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        made.append(arguments)
+        return wrap(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "wrap_future", wrapped)
+    assert answer(workers, function, seconds=0.2).error is None
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(

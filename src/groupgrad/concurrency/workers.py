@@ -192,9 +192,10 @@ class Workers:
     async def _supervise_in_thread(self, call: _Call) -> Outcome:
         call.started = time.monotonic()
         running = (call.thread or self._threads).submit(call.context.run, call.run)
+        ended = asyncio.wrap_future(running)
         try:
             for wait_s in slices(call.timeout_s):
-                await asyncio.wait({asyncio.wrap_future(running)}, timeout=wait_s)
+                await asyncio.wait({ended}, timeout=wait_s)
                 if running.done():
                     return running.result()
             return self._time_out(call)
@@ -204,16 +205,18 @@ class Workers:
 
     async def _supervise_on_loop(self, call: _Call) -> Outcome:
         running, loop = call.context.run(USER_LOOP.submit, call.run_async())
+        ended = asyncio.wrap_future(running)
         try:
             # A blocked loop never starts a call, so before the start the deadline counts from the submission.
             while (left_s := call.timeout_s - call.seconds) > 0:
                 for wait_s in slices(left_s):
-                    await asyncio.wait({asyncio.wrap_future(running)}, timeout=wait_s)
+                    await asyncio.wait({ended}, timeout=wait_s)
                     if running.done():
                         return running.result()
                     if loop is not USER_LOOP.loop and not call.is_claimed:  # given up before it came to this call
                         running.cancel()
                         running, loop = call.context.run(USER_LOOP.submit, call.run_async())
+                        ended = asyncio.wrap_future(running)
                 self._check_loop()
             return self._time_out(call)
         finally:
