@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +127,51 @@ def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, m
         sample_token(list(scheduler.running))
     assert sorted(sequence.ticket for sequence in done) == list(range(len(rows)))
     assert cache.peak_tokens <= cache.max_tokens
+
+
+@pytest.mark.parametrize(("num_turns", "sizes"), [(6, [64]), (20, [64, 128, 192])])
+def test_sessions_have_room_for_their_next_turns(num_turns: int, sizes: list[int]):
+    """A dry run of 6 sessions with turns of 4 tokens and replies of 5, each away for 0 to 2 steps between its turns.
+
+    Suffixes get up to 9 * num_turns - 6 stored tokens. Each size has 63 spare tokens beyond what was needed first. All
+    6 slots stay, however many sessions are away.
+    """
+    cache = make_cache(10_000)
+    scheduler = Scheduler(cache, None)
+    asked, sizes_found = [], []
+    due = {0: [(session, Request([5] * 3, 0, 4, keep=True)) for session in range(6)]}
+    for step in itertools.count():
+        for session, request in due.pop(step, []):
+            scheduler.add(len(asked), request)
+            asked.append(session)
+        for sequence in scheduler.admit().sequences:
+            sequence.sampled_ids.append(7)
+        if scheduler.running:
+            scheduler.make_room()
+        size = cache.suffixes.num_slots, cache.suffixes.slot_size
+        sizes_found += [size] if size not in sizes_found[-1:] else []
+        for sequence in scheduler.running:
+            sequence.sampled_ids.append(7)
+        finished = [sequence for sequence in scheduler.running if len(sequence.sampled_ids) == 4]
+        scheduler.finish(finished)
+        for sequence in finished:
+            session, ids = asked[sequence.ticket], [*sequence.request.prompt_ids, 7, 7, 7, 7, *[9] * 5]
+            if (len(ids) - 3) // 9 < num_turns:
+                then = Request(ids, 0, 4, continues=sequence.ticket, keep=True)
+                due.setdefault(step + 1 + session % 3, []).append((session, then))
+        if not due and not scheduler.running and not scheduler.gathering:
+            break
+    assert len(asked) == 6 * num_turns
+    assert sizes_found == [(6, size) for size in sizes]
+
+
+def test_rows_without_next_turns_get_no_more_room_than_they_may_fill():
+    cache = make_cache(1000)
+    scheduler = Scheduler(cache, None)
+    for ticket in range(6):
+        scheduler.add(ticket, Request([5] * 3, 0, 4))
+    scheduler.admit()
+    assert (cache.suffixes.num_slots, cache.suffixes.slot_size) == (6, 4)
 
 
 def test_stored_tokens_survive_a_change_of_size():

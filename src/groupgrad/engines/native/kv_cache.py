@@ -127,9 +127,11 @@ class CacheRoom:
     prompt_length: int
     """Length of the longest prompt."""
     max_suffix_length: int = 0
-    """Longest suffix that any of the sequences may reach."""
+    """Longest suffix that any of the sequences may reach in this turn."""
     prompt_tokens: int = 0
     """Tokens of all prompts, without padding."""
+    num_kept: int = 0
+    """Sequences that further turns may follow, with those that are away between two turns."""
 
     @property
     def num_tokens(self) -> int:
@@ -238,15 +240,18 @@ class KVCache:
     def _sizes(self, need: CacheRoom) -> tuple[int, int, int, int] | None:
         """(slots, slot size) of suffixes, then of prompts, that cover `need`; None if the bound forbids them."""
         suffixes, prompts = self.suffixes, self.prompts
-        num_suffixes, num_prompts = need.num_suffixes, need.num_prompts
+        num_suffixes, num_prompts, num_kept = need.num_suffixes, need.num_prompts, need.num_kept
         if self._is_recorded:
-            num_suffixes, num_prompts = padded(num_suffixes), padded(num_prompts)
+            num_suffixes, num_prompts, num_kept = padded(num_suffixes), padded(num_prompts), padded(num_kept)
         num_slots, slot_size = suffixes.num_slots, suffixes.slot_size
         if need.num_suffixes > num_slots or need.suffix_length > slot_size:
-            num_slots = num_suffixes
+            # Sequences that are away come back: a slot less would be a resize more.
+            num_slots = max(num_suffixes, min(num_slots, num_kept))
         if need.suffix_length > slot_size:
             spare = max(63, int(self._spare_fraction * need.suffix_length))
-            slot_size = min(need.max_suffix_length, need.suffix_length + spare)
+            slot_size = need.suffix_length + spare
+            if not need.num_kept:  # next turns need more than this one
+                slot_size = min(slot_size, need.max_suffix_length)
         prompt_slots, prompt_size = prompts.num_slots, prompts.slot_size
         if need.num_prompts > prompt_slots or need.prompt_length > prompt_size:
             prompt_slots, prompt_size = num_prompts, need.prompt_length
@@ -255,7 +260,7 @@ class KVCache:
             num_slots, prompt_slots, prompt_size = need.num_suffixes, need.num_prompts, need.prompt_length
             room -= prompt_slots * (prompt_size + of_state)
             size_that_fits = room // num_slots - of_state if num_slots else 0
-            slot_size = min(max(slot_size, need.suffix_length), size_that_fits)
+            slot_size = min(max(slot_size, need.suffix_length), need.max_suffix_length, size_that_fits)
             if room < 0 or slot_size < need.suffix_length:
                 return None
         return num_slots, slot_size, prompt_slots, prompt_size

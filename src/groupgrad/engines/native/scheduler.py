@@ -265,7 +265,8 @@ class Scheduler:
 
     def _need(self, admitted: Collection[EngineSequence] = ()) -> CacheRoom:
         """Room of the running and the admitted sequences."""
-        return _need([*self.running, *admitted], [*self.groups, *_new_groups(admitted)])
+        need = _need([*self.running, *admitted], [*self.groups, *_new_groups(admitted)])
+        return replace(need, num_kept=need.num_kept + len(self._retained))
 
     def _fits(self, need: CacheRoom) -> bool:
         """True if the padding of prompts is acceptable and the bound leaves headroom for every sequence."""
@@ -405,6 +406,7 @@ def _need(sequences: Collection[EngineSequence], groups: Collection[Group]) -> C
         prompt_length=max(prompt_lengths, default=0),
         max_suffix_length=most,
         prompt_tokens=sum(prompt_lengths),
+        num_kept=sum(s.request.keep for s in sequences),
     )
 
 
