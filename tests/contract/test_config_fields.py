@@ -92,7 +92,7 @@ REWARD_MODELS = "tests/trainer/test_reward_models.py::test_options_reach_the_rew
 
 SHOWN = {  # fields that no row of tests/mutations.yaml disconnects, and the test that shows their effect
     "learning_rate": "tests/trainer/test_options.py::test_it_changes_the_weights",
-    "logging_steps": "tests/trainer/test_inherited.py::test_when_it_logs",
+    "logging_steps": "tests/trainer/test_inherited.py::test_when_it_logs_evaluates_and_saves",
     "hub_token": "tests/contract/test_hub.py::test_pushes_while_training",
     "trust_remote_code": "tests/trainer/test_models.py::test_trust_remote_code",
     "allow_partial_resume": "tests/faults/test_resuming.py::test_allow_partial_resume_goes_on_and_says_what_is_new",

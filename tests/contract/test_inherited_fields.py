@@ -34,10 +34,10 @@ HUB = "tests/contract/test_hub.py"
 
 SHOWN: dict[str, dict[str, str]] = {
     # test: the fields whose effect it shows, by who reads them, a module of transformers or this package
-    f"{RUNS}::test_when_it_saves": {
-        "trainer": "output_dir save_total_limit",
-        "trainer_callback": "save_strategy",
-        "training_args": "save_steps",
+    f"{RUNS}::test_when_it_logs_evaluates_and_saves": {
+        "trainer": "output_dir save_total_limit eval_on_start",
+        "trainer_callback": "save_strategy logging_strategy logging_first_step eval_strategy eval_delay",
+        "training_args": "save_steps logging_steps eval_steps",
     },
     f"{RUNS}::test_number_of_steps": {
         "groupgrad": "per_device_train_batch_size gradient_accumulation_steps",
@@ -53,7 +53,9 @@ SHOWN: dict[str, dict[str, str]] = {
     },
     f"{HERE}::test_an_optimizer_of_chosen_modules": {"trainer_optimizer": "optim_target_modules"},
     f"{RUNS}::test_gradients_are_clipped": {"trainer": "max_grad_norm"},
-    f"{RUNS}::test_mixed_precision": {"training_args": "bf16"},
+    "tests/trainer/test_precision.py::test_the_engine_samples_in_the_type_that_training_computes_in": {
+        "training_args": "bf16"
+    },
     "tests/config/test_resolved.py::test_bf16_is_the_default_where_an_accelerator_has_it": {"training_args": "fp16"},
     f"{HERE}::test_reduced_precision_products": {"training_args": "tf32"},
     f"{RUNS}::test_activation_checkpointing": {
@@ -67,10 +69,6 @@ SHOWN: dict[str, dict[str, str]] = {
     f"{RUNS}::test_kernels_are_put_into_the_model": {"trainer": "use_liger_kernel liger_kernel_config"},
     f"{RUNS}::test_noise_on_embeddings": {"trainer": "neftune_noise_alpha"},
     f"{RUNS}::test_the_cache_of_the_device_is_emptied": {"trainer": "torch_empty_cache_steps"},
-    f"{RUNS}::test_when_it_logs": {
-        "trainer_callback": "logging_strategy logging_first_step",
-        "training_args": "logging_steps",
-    },
     f"{HERE}::test_logging_and_saving_processes": {
         "training_args": "log_on_each_node log_level_replica save_on_each_node"
     },
@@ -84,12 +82,9 @@ SHOWN: dict[str, dict[str, str]] = {
         "trainer": "report_to",
         "integrations.integration_utils": "run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
     },
-    f"{RUNS}::test_when_it_evaluates": {
-        "trainer_callback": "eval_strategy eval_delay",
-        "training_args": "eval_steps",
-        "trainer": "eval_on_start",
+    "tests/trainer/test_evaluation.py::test_metrics_are_exact_over_uneven_batches": {
+        "groupgrad": "per_device_eval_batch_size"
     },
-    f"{RUNS}::test_evaluation_batches": {"groupgrad": "per_device_eval_batch_size"},
     f"{RUNS}::test_what_a_checkpoint_holds": {"trainer": "save_only_model"},
     f"{RUNS}::test_a_checkpoint_asked_for_by_a_signal": {"trainer": "enable_jit_checkpoint"},
     "tests/trainer/test_resume.py::test_the_best_model_is_loaded_at_the_end": {

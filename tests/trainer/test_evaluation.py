@@ -20,29 +20,32 @@ def eval_entries(trainer) -> list[dict[str, Any]]:
 
 
 def test_evaluation_while_training_changes_nothing(make_trainer, make_policy, tools):
-    """An evaluation does not change the random stream of dropout, so the training log stays the same. It measures the
-    policy as it is, at first the same as `evaluate` does before training."""
-    trainers = []
-    for settings in ({}, {**EVERY_STEP, "eval_on_start": True}):
+    """An evaluation does not change the random stream of dropout, so the training log stays the same, whatever rewards
+    and sampling it has. It measures the policy as it is, at first the same as `evaluate` does before training."""
+    own_sampling = {"eval_sampling": {"temperature": 1.5, "num_generations": 2}, "eval_k": [1, 2]}
+    own_rewards = {"eval_reward_funcs": lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids]}
+    plain, on_start = {"eval_dataset": tools.prompts(5)}, {**EVERY_STEP, "eval_on_start": True}
+    trainers, befores = [], []
+    for given, settings in ((plain, {}), (plain, on_start), ({**plain, **own_rewards}, {**on_start, **own_sampling})):
         trainer = make_trainer(
             model=make_policy(attention_dropout=0.5),
-            trainer={"eval_dataset": tools.prompts(5)},
+            trainer=given,
             steps_per_generation=2,
             max_steps=3,
             **settings,
         )
         if settings:
-            before = trainer.evaluate()
+            befores.append(trainer.evaluate())
         trainer.train()
         trainers.append(trainer)
     finals = [tools.weights(trainer.model) for trainer in trainers]
     logs = [[e for e in tools.without_times(trainer.state.log_history) if "loss" in e] for trainer in trainers]
-    assert torch.equal(finals[0], finals[1])
-    assert logs[0] == logs[1]
-    entries = eval_entries(trainers[1])
-    assert [entry["step"] for entry in entries] == [0, 1, 2, 3]
-    assert entries[0]["eval_reward"] == before["eval_reward"] and entries[0]["eval_entropy"] == before["eval_entropy"]
-    assert entries[3]["eval_reward"] != before["eval_reward"] and entries[3]["eval_entropy"] != before["eval_entropy"]
+    assert all(torch.equal(final, finals[0]) for final in finals) and all(log == logs[0] for log in logs)
+    for trainer, before in zip(trainers[1:], befores):
+        entries = eval_entries(trainer)
+        assert [entry["step"] for entry in entries] == [0, 1, 2, 3]
+        for name in ("eval_reward", "eval_entropy"):
+            assert entries[0][name] == before[name] != entries[3][name]
 
 
 @pytest.mark.slow
@@ -98,19 +101,17 @@ def test_no_rank_gets_more_rows_than_its_batch_size(make_trainer, tools, monkeyp
 
 def test_metrics_are_exact_over_uneven_batches(train, tools, recorder):
     """7 prompts in batches of 2, 2, 2, 1: every mean is over completions or tokens, not over batches."""
-    trainer = train(
-        reward_funcs=recorder,
-        trainer={"eval_dataset": tools.prompts(7)},
-        per_device_eval_batch_size=8,
-        beta=0.1,
-    )
+    predicted: list[int] = []
+    watch = At("on_prediction_step", lambda _: predicted.append(1))
+    given = {"eval_dataset": tools.prompts(7), "callbacks": [watch]}
+    trainer = train(reward_funcs=recorder, trainer=given, per_device_eval_batch_size=8, beta=0.1)
     recorder.calls.clear()
     metrics = trainer.evaluate()
     groups = [call["rewards"][i : i + 4] for call in recorder.calls for i in range(0, len(call["rewards"]), 4)]
     batches = [call["rewards"] for call in recorder.calls]
     lengths = [len(ids) for call in recorder.calls for ids in call["completion_ids"]]
     rewards = [reward for batch in batches for reward in batch]
-    assert [len(batch) for batch in batches] == [8, 8, 8, 4]
+    assert [len(batch) for batch in batches] == [8, 8, 8, 4] and len(predicted) == 4
     assert metrics["eval_reward"] == pytest.approx(sum(rewards) / 28)
     assert metrics["eval_rewards/Recorder/mean"] == pytest.approx(sum(rewards) / 28)
     assert metrics["eval_reward_std"] == pytest.approx(statistics.stdev(rewards), rel=1e-12)

@@ -89,26 +89,43 @@ def test_gradients_are_clipped(train, make_policy, tools):
     assert float((tools.weights(policy) - start).norm()) == pytest.approx(0.01, rel=1e-3)
 
 
-# ----------------------------------------------------------------------------------------------------- log events
+# ---------------------------------------------------------------------------------- log events, evaluations, saves
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
 
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
-    ("settings", "steps"),
+    ("settings", "logs", "evaluations", "saves"),
     [
-        ({"logging_steps": 2}, [2, 4]),
-        ({"logging_steps": 3, "logging_first_step": True}, [1, 3]),
-        ({"logging_steps": 0.5}, [3]),
-        ({"logging_strategy": "epoch", "per_device_train_batch_size": 32}, [2, 4, 5]),
-        ({"logging_strategy": "no"}, []),
+        (
+            {"logging_steps": 2, "eval_steps": 2, "eval_on_start": True, "save_steps": 2},
+            *([2, 4], [0, 2, 4, 5], [2, 4, 5]),
+        ),
+        (
+            {"logging_steps": 3, "logging_first_step": True, "eval_steps": 1, "eval_delay": 3, "save_total_limit": 2},
+            *([1, 3], [3, 4, 5], [4, 5]),
+        ),
+        ({"logging_steps": 0.5, "eval_strategy": "no", "save_strategy": "no"}, [3], [], []),
+        (
+            {f"{what}_strategy": "epoch" for what in ("logging", "eval", "save")} | {"per_device_train_batch_size": 32},
+            *([2, 4, 5], [2, 4, 5], [2, 4, 5]),
+        ),
+        ({"logging_strategy": "no", "eval_steps": 5, "save_steps": 5}, [], [5], [5]),
     ],
     ids=str,
 )
-def test_when_it_logs(train, settings, steps):
-    """With the share 0.5 of 5 steps that is every third step, rounded up."""
-    trainer = train(max_steps=5, max_completion_length=1, **settings)
-    assert [step for step in logged(trainer, "loss") if step] == steps
-    assert [step for step in logged(trainer, "reward") if step in steps] == steps
+def test_when_it_logs_evaluates_and_saves(train, tools, tmp_path, settings, logs, evaluations, saves):
+    """Over 5 steps. With the share 0.5 of them it logs at every third, rounded up."""
+    steps = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "here")}
+    given = {"trainer": {"eval_dataset": tools.prompts(2)}, "max_steps": 5, "max_completion_length": 1}
+    trainer = train(**{**steps, **given, **settings})
+    assert [step for step in logged(trainer, "loss") if step] == logs
+    assert [step for step in logged(trainer, "reward") if step in logs] == logs
+    assert list(logged(trainer, "eval_reward")) == evaluations
+    assert checkpoints(tmp_path / "here") == saves
 
 
 @pytest.mark.parametrize("filtered", [True, False])
@@ -165,51 +182,6 @@ def test_memory_is_measured_when_asked_for(make_trainer):
 
 
 # ------------------------------------------------------------------------------------------- evaluation, checkpoints
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("settings", "steps"),
-    [
-        ({"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}, [0, 2, 4, 5]),
-        ({"eval_strategy": "steps", "eval_steps": 1, "eval_delay": 3}, [3, 4, 5]),
-        ({"eval_strategy": "epoch", "per_device_train_batch_size": 32}, [2, 4, 5]),
-    ],
-    ids=str,
-)
-def test_when_it_evaluates(train, tools, settings, steps):
-    trainer = train(trainer={"eval_dataset": tools.prompts(2)}, max_steps=5, max_completion_length=1, **settings)
-    assert list(logged(trainer, "eval_reward")) == steps
-
-
-def test_evaluation_batches(make_trainer, tools):
-    """Five prompts with four completions each."""
-    seen: list[int] = []
-    watch = At("on_prediction_step", lambda _: seen.append(1))
-    given = {"eval_dataset": tools.prompts(5), "callbacks": [watch]}
-    for batch_size, batches in ((4, 5), (8, 3)):
-        seen.clear()
-        make_trainer(trainer=given, per_device_eval_batch_size=batch_size).evaluate()
-        assert len(seen) == batches
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("settings", "steps"),
-    [
-        ({"save_strategy": "steps", "save_steps": 2}, [2, 4, 5]),
-        ({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, [4, 5]),
-        ({"save_strategy": "epoch", "per_device_train_batch_size": 32}, [2, 4, 5]),
-    ],
-    ids=str,
-)
-def test_when_it_saves(train, tmp_path, settings, steps):
-    train(output_dir=str(tmp_path / "here"), max_steps=5, max_completion_length=1, **settings)
-    assert checkpoints(tmp_path / "here") == steps
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -399,16 +371,3 @@ def test_overflow_is_looked_for(train, monkeypatch):
     trainer = train(debug="underflow_overflow", max_steps=1)
     assert watched[0].model is trainer.model
     assert watched[0].batch_number > 0 and not watched[0].detected_overflow
-
-
-@pytest.mark.parametrize(("settings", "precision"), [({"bf16": True}, "bf16"), ({}, "no")])
-def test_mixed_precision(make_trainer, tools, settings, precision):
-    """Weights stay float32; with bfloat16 the forward pass does not."""
-    trainer = make_trainer(max_steps=1, **settings)
-    kinds: set[torch.dtype] = set()
-    layer = trainer.model.model.layers[0].self_attn.q_proj
-    layer.register_forward_hook(lambda module, inputs, output: kinds.add(output.dtype) if module.training else None)
-    trainer.train()
-    assert trainer.accelerator.mixed_precision == precision
-    assert kinds == {torch.bfloat16 if precision == "bf16" else torch.float32}
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}

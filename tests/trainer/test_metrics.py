@@ -223,21 +223,6 @@ def test_keys_depend_on_the_settings(train, settings, present, absent):
     assert not entry.keys() & set(absent.split())
 
 
-def test_rows_without_a_reward_are_ignored(train):
-    """A row with reward None is left out of the means and has advantage 0."""
-
-    def reward(completion_ids, **kwargs):
-        return [None if i % 4 == 0 else float(i % 4) for i in range(len(completion_ids))]
-
-    trainer = train(reward_funcs=reward, max_steps=1, log_completions=True, num_completions_to_print=0)
-    entry = trainer.state.log_history[0]
-    assert entry["reward"] == entry["rewards/reward/mean"] == 2.0
-    assert entry["rewards/reward/std"] == pytest.approx(statistics.stdev([1, 2, 3, 1, 2, 3]))
-    rows = pq.read_table(next((Path(trainer.args.output_dir) / "completions").iterdir())).to_pylist()
-    assert [row["advantage"] for row in rows[:4]] == pytest.approx([0, -1 / 1.0001, 0, 1 / 1.0001])
-    assert rows[0]["reward"] is None
-
-
 def test_step_time_is_a_mean_over_steps_and_includes_sampling(make_trainer, monkeypatch):
     trainer = make_trainer(logging_steps=2, max_steps=2, gradient_accumulation_steps=2)
     sample = trainer.engine.sample

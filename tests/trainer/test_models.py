@@ -133,12 +133,6 @@ def test_router_aux_loss_coef(train, tools):
     assert losses[0.5]["loss"] == pytest.approx(losses[0.0]["loss"] + 0.5 * losses[0.5]["aux_loss"], abs=1e-5)
 
 
-def test_router_aux_loss_coef_needs_experts(make_trainer):
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.1"):
-        make_trainer(router_aux_loss_coef=0.1)
-    make_trainer(router_aux_loss_coef=0.0)
-
-
 def test_cast_lm_head_to_fp32(train, make_policy, passes):
     """A bfloat16 model whose head alone computes in float32: its scores are not those of a bfloat16 head."""
     scores = []
@@ -184,16 +178,6 @@ def test_a_failed_backward_pass_leaves_no_trace_either(train, make_policy):
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def test_model_init_kwargs(make_trainer, model_dir):
-    """They reach loading by name, as a dict or as JSON text."""
-    settings = {"dtype": "bfloat16", "attn_implementation": "eager"}
-    for given in (settings, json.dumps(settings)):
-        model = make_trainer(model=str(model_dir), model_init_kwargs=given).model
-        assert model.dtype == torch.bfloat16
-        assert model.config._attn_implementation == "eager"
-    assert make_trainer(model=str(model_dir)).model.dtype == torch.float32
-
-
 def test_trust_remote_code(make_trainer, model_dir):
     """Code that comes with a checkpoint runs only if it is trusted."""
     config = json.loads((model_dir / "config.json").read_text())
@@ -236,15 +220,3 @@ def test_callbacks_are_called_in_their_places(train, tools):
         *["train_begin", "epoch_begin", "step_begin", "step_end", "log"],
         *["step_begin", "step_end", "log", "log", "evaluate", "save", "log", "train_end"],
     ]
-
-
-def test_optimizers_are_used_as_given(train, make_policy, tools):
-    """A scheduler that halves the rate each step, and an optimizer of the head alone."""
-    policy, plain = make_policy(), make_policy()
-    optimizer = torch.optim.SGD(policy.lm_head.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    trainer = train(model=policy, trainer={"optimizers": (optimizer, scheduler)})
-    rates = [entry["learning_rate"] for entry in trainer.state.log_history[:-1]]
-    assert rates == pytest.approx([0.1, 0.05, 0.025])
-    moved = {n for n, p in policy.named_parameters() if not torch.equal(p, dict(plain.named_parameters())[n])}
-    assert moved == {"lm_head.weight"}

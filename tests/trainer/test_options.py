@@ -65,12 +65,6 @@ def test_it_changes_the_weights(final, tools, field):
     assert tools.relative(changed, final(**settings)) > 1e-5
 
 
-def test_cispo_has_a_ceiling_of_its_own(final):
-    with pytest.warns(UserWarning, match=r"5\.0"):
-        default = final(loss_type="cispo")
-    assert torch.equal(default, final(loss_type="cispo", epsilon_high=5.0))
-
-
 def test_data_seed_orders_the_prompts_and_seed_samples(train, recorder):
     """Two streams: the order of prompts follows `data_seed`, the texts follow `seed`."""
 
@@ -114,19 +108,6 @@ def test_a_limit_that_cannot_be_reached_is_a_remark(final_weights):
 
 
 # ------------------------------------------------------------------------------------------------ sampling
-
-SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.02, "repetition_penalty": 1.1}
-
-
-@pytest.mark.parametrize("in_kwargs", [False, True])
-def test_a_sampling_option_reaches_the_engine(make_trainer, requests, in_kwargs):
-    """The fields set the options; `generation_kwargs` sets them with precedence."""
-    trainer = make_trainer(max_steps=1, **({"generation_kwargs": SAMPLING} if in_kwargs else SAMPLING))
-    seen = requests(trainer)
-    trainer.train()
-    assert {field: getattr(seen[0][1], field) for field in SAMPLING} == SAMPLING
-    assert not SAMPLING.keys() & seen[0][1].extra.keys()
-
 
 CUTS: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}]
 
@@ -198,14 +179,6 @@ def test_cache_implementation(completions, make_policy, monkeypatch, kind):
     kinds = note_calls(monkeypatch, policy, "generate", note)
     assert completions(model=policy, cache_implementation=kind)[0] == expected
     assert set(kinds) == {kind}
-
-
-def test_rollout_engine(completions):
-    plain, trainer = completions(rollout_engine="transformers")
-    assert trainer.execution.engine_choice.name == "transformers"
-    assert plain == completions(rollout_engine="auto")[0]
-    with pytest.raises(ValueError, match="rollout_engine"):
-        completions(rollout_engine="abacus")
 
 
 # ------------------------------------------------------------------------------------------------ groups and batches
