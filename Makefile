@@ -203,7 +203,7 @@ test-extras-floor: $(VENV)/.groupgrad-dev
 	sed -nE 's/^(view|telemetry|optuna) = \[(.*)\]/\2/p' pyproject.toml | tr -d '",' | tr ' ' '\n' | sed 's/>=/==/' \
 		| PIP_CONSTRAINT= xargs $(VENV)/bin/python -m pip install --quiet --target $(EXTRAS_FOLDER) "httpx<0.28"
 	PYTHONPATH=$(EXTRAS_FOLDER) $(VENV)/bin/python -m pytest -m "not slow" tests/view tests/sweep/test_sweep_plan.py \
-		tests/trainer/test_run_spans.py $(TEST_ARGS)
+		tests/trainer/test_run_traces.py $(TEST_ARGS)
 
 test-python:
 	set -e; trap 'rm -rf $(PY_VENV)' EXIT; trap 'exit 130' INT TERM; \
