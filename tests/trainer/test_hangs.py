@@ -179,15 +179,18 @@ def read_times(out: Path, *names: str) -> list[float]:
     return [float((out / name).read_text()) for name in names]
 
 
+def fail_on_rank_1(owner: Any, name: str) -> None:
+    """Lets a function fail there from now on."""
+    if dist.rank() == 1:
+        setattr(owner, name, Mock(side_effect=ZeroDivisionError(TEXT)))
+
+
 def at(place: str, name: str) -> Callable[[Any], None]:
     """A failure of rank 1 in a function that the trainer has or calls, in the second step."""
 
     def spoil(trainer: Any) -> None:
-        def replace() -> None:
-            owner = attrgetter(place)(trainer) if place else trainer
-            setattr(owner, name, Mock(side_effect=ZeroDivisionError(TEXT)))
-
-        trainer.add_callback(second("on_step_begin", on_rank_1(replace)))
+        fail = lambda: fail_on_rank_1(attrgetter(place)(trainer) if place else trainer, name)  # noqa: E731
+        trainer.add_callback(second("on_step_begin", fail))
 
     return spoil
 
@@ -199,13 +202,13 @@ def at_event(event: str) -> Callable[[Any], None]:
 
 def in_module(name: str) -> Callable[[Any], None]:
     """A failure in a function that the trainer's module calls."""
-    module = sys.modules[GRPOTrainer.__module__]
-    replace = on_rank_1(lambda: setattr(module, name, Mock(side_effect=ZeroDivisionError(TEXT))))
-    return lambda trainer: trainer.add_callback(second("on_step_end", replace))
+    fail = lambda: fail_on_rank_1(sys.modules[GRPOTrainer.__module__], name)  # noqa: E731
+    return lambda trainer: trainer.add_callback(second("on_step_end", fail))
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 PHASES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    # where: (makes it fail, settings of the run); the last two evaluate, in training and by a call of `evaluate()`
     "reading rows": (in_module("keys_of_step"), {}),
     "sampling": (at("components.collector", "rollouts"), {}),
     "environments": (at("rollout_components.environments", "acquire"), {"agents": True, "max_completion_length": 40}),
@@ -221,6 +224,7 @@ PHASES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "log": (at("", "log"), {}),
     "saving": (at("run_state", "save"), SAVING),
     "evaluation": (at("eval_metric_store", "add"), {"eval": "sets", "eval_steps": 2}),
+    "evaluate": (lambda trainer: fail_on_rank_1(trainer.eval_metric_store, "add"), {"eval": "sets"}),
 }
 
 
@@ -231,38 +235,23 @@ PHASES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "every other rank ends within 10 s with that rank's name, process and text, also if the failed process lives on",
     "the steps since the last checkpoint",
 )
-def test_an_error_on_one_rank_ends_all_with_its_text(ranks, tmp_path, phase):
-    spoil, settings = PHASES[phase]
-
-    def action(rank: int) -> None:
-        trainer = ranks.build(phase, tmp_path, **settings)
-        spoil(trainer)
-        train_and_tell(trainer, tmp_path, stays_s=2 * DEADLINE_S)
-
-    with forked_ranks(action, tmp_path) as both:
-        assert both.wait(60) == [1, 1], both.log(0) + both.log(1)
-    check_end(tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.fault(
     "an exception on one rank in `evaluate()` or `predict()`, called outside of training",
     "every other rank ends within 10 s with that rank's name, process and text, also if the failed process lives on",
     "nothing",
 )
-def test_an_error_on_one_rank_of_an_evaluation_ends_all_with_its_text(ranks, tmp_path):
+def test_an_error_on_one_rank_ends_all_with_its_text(ranks, tmp_path, phase):
+    """Rank 1 fails by itself, and rank 0 ends soon afterwards with the text of rank 1."""
+    spoil, settings = PHASES[phase]
+
     def action(rank: int) -> None:
-        trainer = ranks.build("evaluation", tmp_path, eval="sets")
-        on_rank_1(lambda: setattr(trainer.eval_metric_store, "add", Mock(side_effect=ZeroDivisionError(TEXT))))()
-        train_and_tell(trainer, tmp_path, method="evaluate", stays_s=2 * DEADLINE_S)
+        trainer = ranks.build(phase, tmp_path, **settings)
+        spoil(trainer)
+        method = "evaluate" if phase == "evaluate" else "train"
+        train_and_tell(trainer, tmp_path, method=method, stays_s=2 * DEADLINE_S)
 
     with forked_ranks(action, tmp_path) as both:
         assert both.wait(60) == [1, 1], both.log(0) + both.log(1)
-    check_end(tmp_path)
-
-
-def check_end(tmp_path: Path) -> None:
-    """Checks that rank 1 failed by itself, and that rank 0 ended soon afterwards with the text of rank 1."""
     first, second = ((tmp_path / f"error_{rank}").read_text() for rank in range(2))
     assert TEXT in second
     assert first.startswith("RankError: stopped because rank 1") and TEXT in first
