@@ -53,7 +53,6 @@ def command(folder: Path, *flags: str) -> list[str]:
     ]
 
 
-@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("flags", [("--dtype", "bfloat16"), ("--load_in_4bit",)], ids=["bfloat16", "4 bits"])
 def test_flags_of_the_image_example(flags: tuple[str, ...], folder: Path):
     if "--load_in_4bit" in flags:

@@ -156,11 +156,6 @@ def test_a_schedule_that_multiplies_the_rate_goes_on_from_the_new_one():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.15, rel=1e-12)
 
 
-def test_equal_options_give_no_table(second, new_trainer, caplog):
-    new_trainer(second.parent, save_strategy="no", save_steps=2, resume_learning_rate=True).train(str(second))
-    assert "options differ" not in caplog.text
-
-
 @pytest.mark.fault(
     "a run is resumed with another optimizer",
     "an error names both; with allow_partial_resume=True the new one starts anew",

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from groupgrad.errors import RewardError
-from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs, max_input_tokens, model_name
+from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs, max_input_tokens
 from groupgrad.rewards.models import RewardModel
 from groupgrad.rewards.reward_runner import RewardRunner
 
@@ -237,15 +237,6 @@ def test_the_row_that_a_template_rejects_is_named(make_rollouts):
     assert error.value.__cause__ is not None
 
 
-def test_conversations_need_a_template():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    (model,) = RewardRunner(make_model(), tokenizer).models
-    with pytest.raises(ValueError, match=r"'LlamaForSequenceClassification' has no chat template.*reward_processing"):
-        model.check_conversations()
-    RewardRunner(make_model(), make_tokenizer()).models[0].check_conversations()
-
-
 def test_a_processors_own_template_goes_first(make_rollouts):
     class Processor:
         tokenizer = make_tokenizer()
@@ -400,12 +391,6 @@ def test_the_models_padding_token_precedes_the_end_of_sequence():
         RewardModel(model, tokenizer, RewardModelOptions())._forward(rows)
         assert seen[-1] == (WORDS.index(pad), WORDS.index(pad))
         assert model.config.pad_token_id == WORDS.index("or"), "as the user has set it"
-
-
-def test_names_of_models():
-    assert model_name("org/reward-model") == "reward-model"
-    assert model_name("./a/b/") == "b"
-    assert model_name(torch.nn.Linear(1, 1)) == "Linear"
 
 
 def test_a_placed_model_is_not_moved():

@@ -200,22 +200,6 @@ def test_asynchronous_functions_overlap_each_other_and_the_synchronous(run):
     assert table.rewards.tolist() == [[1.0, 2.0, 1.0, 1.0]] * 2
 
 
-def test_all_asynchronous_calls_share_the_loop_of_the_process(make_rollouts):
-    seen = []
-
-    async def reward(completions, **kwargs):
-        seen.append((asyncio.get_running_loop(), threading.current_thread()))
-        return [0.0] * len(completions)
-
-    for runner in (RewardRunner([reward, reward]), RewardRunner(reward)):
-        runner.score(make_rollouts(["a"]))
-        runner.score(make_rollouts(["a"]))
-        runner.close_workers()
-    assert len(seen) == 6 and len(set(seen)) == 1
-    thread = seen[0][1]
-    assert thread.daemon and thread is not threading.current_thread()
-
-
 def test_a_failing_row_is_found(run):
     def reward(completions, log_extra, **kwargs):
         log_extra("seen", completions)

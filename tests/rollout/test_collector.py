@@ -66,17 +66,6 @@ def test_advantages_are_those_of_the_groups(play, tokenizer):
     assert experience.num_tokens == (1 + 3) + (1 + 2) + (2 + 3) + (2 + 1), "every row's prompt counts"
 
 
-def test_weights_multiply_the_rewards(play, tokenizer):
-    def constant_answer(answer: list[int], **kwargs: Any) -> list[float]:
-        return [float(value) for value in answer]
-
-    experience = make_generation(
-        [length, constant_answer], play, tokenizer, scale_rewards="none", reward_weights=(2.0, 10.0)
-    )
-    assert experience.advantages.tolist() == [1.0, -1.0, 3.0, -3.0]
-    assert experience.mean_reward == 2 * 1.5 + 10 * 1.5
-
-
 def add(step: int) -> int:
     """Adds.
 

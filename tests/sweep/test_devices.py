@@ -159,21 +159,6 @@ def test_an_arm_stays_with_its_worker_and_idle_workers_take_others(processes, mo
     assert processes.started[0].calls[-1] == ("drop", 1)
 
 
-@pytest.mark.slow
-def test_a_sweep_on_two_workers_decides_as_on_none(make_sweep, tools, processes, halved, tmp_path):
-    spread = make_sweep(tools.rates, halving=tools.halving, devices=2).run()
-    assert [(result.name, result.state, result.reason) for result in spread] == [
-        (result.name, result.state, result.reason) for result in halved.results
-    ]
-    trained = [{number for action, number in process.calls if action == "take"} for process in processes.started]
-    assert len(trained) == 2
-    assert trained[0] | trained[1] == {1, 2, 3, 4}
-    assert all(len(numbers) >= 2 for numbers in trained)
-    assert all(process.is_closed for process in processes.started)
-    best = [folder / "arms" / halved.results[0].name for folder in (halved.folder, tmp_path / "sweep")]
-    tools.assert_same(*best)
-
-
 def test_a_lost_worker_costs_its_turn_and_three_of_them_the_arm(make_sweep, processes, tmp_path, caplog):
     processes.lost |= {"01-learning_rate=0.01": 2, "02-learning_rate=0.03": 3}
     sweep = make_sweep({"learning_rate": [1e-2, 3e-2]}, args={"max_steps": 2}, devices=2)

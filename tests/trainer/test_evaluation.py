@@ -64,17 +64,6 @@ def test_time_spent_evaluating_is_no_time_of_a_step(make_trainer, tools, monkeyp
     assert len(seconds) == 2 and max(seconds) < 0.8
 
 
-def test_evaluation_restores_the_mode_and_uses_no_dropout(train, make_policy, tools):
-    """Half of the attention is dropped in training; without dropout two evaluations agree to the last digit."""
-    trainer = train(
-        model=make_policy(attention_dropout=0.5), beta=0.1, max_steps=1, trainer={"eval_dataset": tools.prompts(3)}
-    )
-    assert trainer.model.training
-    first, second = trainer.evaluate(), trainer.evaluate()
-    assert trainer.model.training
-    assert tools.without_times([first]) == tools.without_times([second])
-
-
 @pytest.mark.parametrize("rows, group", [(5, None), (5, 3), (7, 1), (1, 8)])
 def test_every_prompt_is_measured_once(make_trainer, tools, recorder, rows, group):
     """Each prompt `num_generations_eval` times, in order, also where the last batch is not full."""

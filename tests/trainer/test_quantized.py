@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from small_runs import logprobs
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from groupgrad.apps.cli import train as train_command
-from groupgrad.apps.cli.parsing import parse
 from groupgrad.models.quantized import is_packed
 from groupgrad.models.weights import checkpoint_weights
 
@@ -230,38 +227,6 @@ def test_a_quantization_config_given_twice(make_trainer, base: Path):
 
 
 # ------------------------------------------------------------------------------------------------ command, optimizers
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("flags", [["--load_in_4bit", "--use_bnb_nested_quant"], ["--load_in_8bit"]])
-def test_the_command(flags: list[str], base: Path, tmp_path: Path):
-    rows = [{"prompt": text} for text in ("a", "bc", "def", "gh")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "my_bits_reward.py").write_text(
-        "def score(completions, **k):\n    return [len(c) for c in completions]"
-    )
-    settings = {
-        "model_name_or_path": base,
-        "dataset_name": tmp_path / "rows.jsonl",
-        "reward_funcs": "my_bits_reward.score",
-        "output_dir": tmp_path / "out",
-        "max_steps": 1,
-        "num_generations": 2,
-        "per_device_train_batch_size": 4,
-        "max_completion_length": 4,
-        "report_to": "none",
-        "lora_r": 2,
-    }
-    argv = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        parsed = parse([*argv, "--use_cpu", "--use_peft", *flags])
-        trainer = train_command.build(parsed)
-        train_command.run(trainer, parsed)
-    kind = "Linear4bit" if "4bit" in flags[0] else "Linear8bitLt"
-    assert kind in {type(module).__name__ for module in trainer.model.modules()}
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 NARROW_STATE = {

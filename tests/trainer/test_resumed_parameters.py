@@ -10,7 +10,6 @@ import peft
 import pytest
 import tiny_hybrids
 import tiny_vlms
-import torch
 from safetensors.torch import load_file
 
 from groupgrad.checkpoints.choosing import ResumePoint
@@ -87,10 +86,3 @@ def test_states_are_matched_by_name_into_other_groups():
     ]
     (alone,) = matched_by_name(state, ["a", "b", "c"], [{**groups[0], "params": [0]}], ["d"])["param_groups"]
     assert alone == {"lr": 0.5, "weight_decay": 9.0, "params": [0]}
-
-
-def test_a_description_has_dtype_and_shape():
-    layer = torch.nn.Linear(3, 2).to(torch.bfloat16)
-    assert trained_parameters(layer) == {"weight": "bfloat16 2x3", "bias": "bfloat16 2"}
-    backwards = torch.optim.SGD([layer.bias, layer.weight], lr=1.0)
-    assert list(trained_parameters(layer, backwards)) == ["bias", "weight"]
