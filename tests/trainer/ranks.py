@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +147,6 @@ def run(name: str, out: Path) -> dict[str, Any]:
     }
 
 
-def error_of(trainer: GRPOTrainer, began: list[float]) -> dict[str, Any]:
-    """The error of a run, and the seconds since the last moment of `began`."""
-    try:
-        trainer.train()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began[-1]}
-    return {"error": None, "seconds": 0.0}
-
-
 def fail_on_last_rank(out: Path) -> dict[str, Any]:
     """Runs a reward function that raises on one rank in the second generation batch; returns each rank's error."""
 
@@ -165,21 +155,11 @@ def fail_on_last_rank(out: Path) -> dict[str, Any]:
             raise ZeroDivisionError("the judge is out")
         return [float(len(completion)) for completion in completions]
 
-    return error_of(build("failing", out, reward=reward), [time.monotonic()])
-
-
-def hang_on_last_rank(out: Path) -> dict[str, Any]:
-    """Runs a reward function that hangs on one rank; returns each rank's error and its seconds after the hang began."""
-    began: list[float] = []
-
-    def judge(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
-        if trainer_state.global_step == 1:
-            began.append(time.monotonic())
-            if int(os.environ.get("RANK", "0")) == 1:
-                time.sleep(100)
-        return [float(len(completion)) for completion in completions]
-
-    return error_of(build("hanging", out, reward=judge, hang_timeout_s=3.0), began)
+    try:
+        build("failing", out, reward=reward).train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None}
 
 
 def spoil_one_loss(out: Path) -> dict[str, Any]:

@@ -326,6 +326,7 @@ def wait_in_a_collective() -> None:
 
 HANGS: dict[str, tuple[Callable[[], None], str, int | None]] = {
     "Python": (lambda: time.sleep(100), r"HangError: the training loop has run for \d+ s", 1),
+    "reward": (lambda: time.sleep(100), r"HangError: the reward function 'judge' has run for \d+ s", 1),
     "collective": (wait_in_a_collective, "groupgrad: error: the training loop has run for", EXIT_HUNG),
     "lock": (keep_the_lock, "", None),
 }
@@ -338,6 +339,11 @@ HANGS: dict[str, tuple[Callable[[], None], str, int | None]] = {
     "all ranks write their stacks to `output_dir`, and end within 10 s of `hang_timeout_s` with the rank and the cause",
     "the steps since the last checkpoint",
 )
+@pytest.mark.fault(
+    "a reward function hangs on one rank",
+    "after `hang_timeout_s` all ranks write their stacks and end within 10 s, with the function, step, rank and rows",
+    "the steps since the last checkpoint",
+)
 def test_a_hang_on_one_rank_ends_all_with_its_cause(ranks, tmp_path, place):
     hang, own, code = HANGS[place]
     timeout_s = 3.0
@@ -347,8 +353,11 @@ def test_a_hang_on_one_rank_ends_all_with_its_cause(ranks, tmp_path, place):
         hang()
 
     def action(rank: int) -> None:
-        trainer = ranks.build("hang", tmp_path, hang_timeout_s=timeout_s)
-        trainer.add_callback(second("on_step_end", on_rank_1(begin)))
+        hangs_there = on_rank_1(begin)
+        settings = {"reward": hanging(hangs_there)} if place == "reward" else {}
+        trainer = ranks.build("hang", tmp_path, hang_timeout_s=timeout_s, **settings)
+        if place != "reward":
+            trainer.add_callback(second("on_step_end", hangs_there))
         train_and_tell(trainer, tmp_path, stays_s=2 * DEADLINE_S)
 
     with forked_ranks(action, tmp_path) as both:
@@ -356,8 +365,9 @@ def test_a_hang_on_one_rank_ends_all_with_its_cause(ranks, tmp_path, place):
         codes = both.wait(DEADLINE_S)
         assert codes == [1, code], both.log(0) + both.log(1)
         assert re.search(own, both.log(1))
-    name, error = f"rank 1 (pid {both.pids[1]} on ", (tmp_path / "error_0").read_text()
-    assert error.startswith(f"RankError: stopped because {name}") and "hang_timeout_s=3 allows" in error
+    told = "failed with Hung: the reward function 'judge'" if place == "reward" else f"(pid {both.pids[1]} on "
+    error = (tmp_path / "error_0").read_text()
+    assert error.startswith(f"RankError: stopped because rank 1 {told}") and "hang_timeout_s=3 allows" in error
     began, ended = read_times(tmp_path, "began_at", "time_0")
     seconds = ended - began - timeout_s
     print(f"{place}: rank 0 ended {seconds:.1f} s after the deadline with: {error[:160]}")
