@@ -34,29 +34,20 @@ def prompt_ids() -> Callable[..., list[list[int]]]:
 
 @pytest.mark.parametrize("special_tokens", ["auto", "split"])
 def test_texts_begin_with_one_bos_and_do_not_end(make_trainer, tokenizer, prompt_ids, special_tokens):
-    """A text that has the BOS gets no second one, and the EOS that the tokenizer appends is left out."""
+    """A text that has the BOS gets no second one; the EOS that the tokenizer appends is left out, and it alone."""
     tokenizer._tokenizer.post_processor = BEGIN_AND_END
     a = tokenizer.convert_tokens_to_ids("a")
-    data = Dataset.from_list([{"prompt": "a"}, {"prompt": "<bos>aa"}] * 4)
     trainer = make_trainer(
-        train_dataset=data,
+        train_dataset=Dataset.from_dict({"prompt": ["a", "<bos>aa", "a<eos>a", "<bos>"]}),
         max_steps=1,
         per_device_train_batch_size=16,
         special_tokens_in_prompts=special_tokens,
     )
     found = {tuple(ids) for ids in prompt_ids(trainer)}
     if special_tokens == "auto":
-        assert found == {(2, a), (2, a, a)}
+        assert found == {(2, a), (2, a, a), (2, a, 1, a), (2,)}
     else:  # there the text's own BOS is ordinary text, behind the tokenizer's
         assert {ids[0] for ids in found} == {2} and all(1 not in ids and ids.count(2) == 1 for ids in found)
-
-
-def test_an_eos_that_the_text_has_stays(make_trainer, tokenizer, prompt_ids):
-    """Only what the tokenizer adds is left out."""
-    a = tokenizer.convert_tokens_to_ids("a")
-    tokenizer._tokenizer.post_processor = BEGIN_AND_END
-    trainer = make_trainer(train_dataset=Dataset.from_dict({"prompt": ["a<eos>a", "<bos>"] * 4}), max_steps=1)
-    assert {tuple(ids) for ids in prompt_ids(trainer)} <= {(2, a, 1, a), (2,)}
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers", "paged"])

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from groupgrad import dist
 from groupgrad.errors import NoSignalError
 from groupgrad.metrics import average, maximum, mean_of, merge_all, minimum
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
 from groupgrad.scoring.rounding import Rounding
-from groupgrad.trainer.sampler_logprobs import MISMATCH, has_dropout
+from groupgrad.trainer.sampler_logprobs import MISMATCH
 from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, MismatchWatch, tolerance
 
 LOGGER = "groupgrad.trainer.step_log"
@@ -207,13 +206,6 @@ def test_half_precision_and_low_temperatures_may_round_more():
     assert tolerance(float32, 0.01) == pytest.approx(1e-2)
     assert tolerance(bfloat16, 0.5) == 1.0
     assert tolerance(float32, 5.0) == 1e-4
-
-
-def test_dropout_is_found_wherever_it_is(make_model):
-    assert not has_dropout(make_model())
-    assert has_dropout(make_model(attention_dropout=0.1))
-    assert has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
-    assert not has_dropout(nn.Sequential(nn.Dropout(0.0)))
 
 
 def test_more_than_a_quarter_dropped_is_said_once_and_again_above_half(caplog):
