@@ -33,12 +33,6 @@ def test_texts_are_tokenised_as_they_are_and_conversations_go_through_the_templa
     assert prompt.is_conversational
 
 
-def test_template_arguments_reach_the_template(tokenizer):
-    tokenizer.chat_template = "{{ greeting }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    maker = PromptMaker(tokenizer, {"greeting": "hi "})
-    assert maker.token_ids(USER) == ids_of(tokenizer, "hi ab")
-
-
 def test_fields_that_a_columnar_store_filled_with_none_are_dropped(tokenizer):
     messages = [{"role": "user", "content": "a", "name": None}, {"role": "user", "content": "b", "name": "z"}]
     assert drop_empty_fields(messages) == [{"role": "user", "content": "a"}, messages[1]]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from groupgrad.concurrency.callables import function_name, is_async, qualified_name
+from groupgrad.concurrency.callables import qualified_name
 from groupgrad.data.values import copy_containers
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import CallInputs
-from groupgrad.rewards.functions import inspect_function, read_rewards
+from groupgrad.rewards.functions import read_rewards
 from groupgrad.run_folder.completions import distinct_names
 
 
@@ -26,40 +26,8 @@ class Judge:
         return [0.0] * len(completions)
 
 
-class AsyncJudge:
-    async def __call__(self, completions, **kwargs):
-        return [0.0] * len(completions)
-
-
 def plain(completions, **kwargs):
     return [0.0] * len(completions)
-
-
-async def slow(completions, **kwargs):
-    return [0.0] * len(completions)
-
-
-@pytest.mark.parametrize(
-    ("function", "name", "asynchronous"),
-    [
-        (plain, "plain", False),
-        (slow, "slow", True),
-        (functools.partial(plain, threshold=3), "plain", False),
-        (functools.partial(functools.partial(slow, a=1), b=2), "slow", True),
-        (functools.partial(AsyncJudge(), a=1), "AsyncJudge", True),
-        (lambda completions: [], "<lambda>", False),
-        (Judge(), "Judge", False),
-        (Judge().method, "method", False),
-        (AsyncJudge(), "AsyncJudge", True),
-    ],
-)
-def test_name_and_async_flag(function, name, asynchronous):
-    assert function_name(function) == name
-    assert is_async(function) is asynchronous
-    assert inspect_function(function).is_async is asynchronous
-    if isinstance(function, Judge):  # an instance can have a name
-        function.__name__ = "strict_judge"  # pyright: ignore[reportAttributeAccessIssue]
-        assert function_name(function) == "strict_judge"
 
 
 def test_the_module_tells_functions_of_one_name_apart(monkeypatch, tmp_path):

@@ -66,9 +66,12 @@ def test_functions_of_every_kind_in_one_list(run):
     def scaled(completions, factor, **kwargs):
         return [factor * len(c) for c in completions]
 
+    strict = Judge()
+    strict.__name__ = "strict_judge"  # an instance can have a name
     functions = [
         length,
         Judge(),
+        functools.partial(functools.partial(strict, a=1), b=2),
         coroutine,
         functools.partial(scaled, factor=100),
         lambda prompts: (1, 2),
@@ -79,9 +82,9 @@ def test_functions_of_every_kind_in_one_list(run):
     original = list(functions)
     table = run(functions)
     assert functions == original
-    names = ["length", "Judge", "coroutine", "scaled", "<lambda>", "method", "<lambda>_2", "length_2"]
+    names = ["length", "Judge", "strict_judge", "coroutine", "scaled", "<lambda>", "method", "<lambda>_2", "length_2"]
     assert table.names == names and table.rewards.dtype == torch.float64
-    assert values(table) == [[1, 10, 99, 100, 1, 1, 99, 1], [2, 20, 3, 200, 2, 0, 3, 2]]
+    assert values(table) == [[1, 10, 10, 99, 100, 1, 1, 99, 1], [2, 20, 20, 3, 200, 2, 0, 3, 2]]
     assert values(run(length)) == [[1.0], [2.0]]  # a single one needs no list
 
 

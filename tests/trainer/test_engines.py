@@ -26,16 +26,6 @@ def test_both_engines_train_to_the_same_weights(train, tools):
     assert tools.relative(tools.weights(other.model), tools.weights(native.model)) < 1e-5
 
 
-@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"generation_batch_size": 32}], ids=str)
-def test_no_pass_is_made_for_old_log_probs(make_trainer, settings, monkeypatch):
-    """They are those of sampling."""
-    trainer = make_trainer(max_steps=2, **settings)
-    monkeypatch.setattr(type(trainer.components.scorer), "policy", lambda *args, **options: pytest.fail("a pass"))
-    trainer.train()
-    (batch,) = trainer.buffer.batches.values()  # only the last one is held
-    assert torch.equal(batch.old_logprobs, batch.sampling_logprobs)
-
-
 def test_engine_kv_memory_bounds_the_sampler(train, make_trainer, tools):
     """2 layers, 2 heads of 8, float32: 512 bytes a token. Sampling in turns changes no text."""
     weights, waited = [], []

@@ -214,15 +214,6 @@ def test_a_stream_is_evaluated(make_trainer, tools, recorder):
     assert metrics["eval_reward"] == expected["eval_reward"]
 
 
-def test_it_works_without_training_and_counts_no_tokens(make_trainer, tools):
-    trainer = make_trainer(trainer={"eval_dataset": tools.prompts(4)})
-    metrics = trainer.evaluate()
-    assert (metrics["eval_num_tokens"], trainer.state.global_step, trainer.state.num_input_tokens_seen) == (0, 0, 0)
-    assert 0.0 <= metrics["eval_completions/clipped_ratio"] <= 1.0
-    with pytest.raises(ValueError, match="eval_dataset"):
-        make_trainer().evaluate()
-
-
 def test_a_failing_reward_is_an_error_and_training_can_go_on(make_trainer, tools):
     """An error in an evaluation restores the model's mode."""
 

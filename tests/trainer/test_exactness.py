@@ -215,23 +215,6 @@ def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss
     assert tools.relative(tools.weights(policy), tools.weights(dense)) < 1e-5
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_sampler_computes_in_trainings_precision(train, adapted, bf16):
-    """An untouched policy scores its own samples as it sampled them, also in mixed precision behind an adapter.
-
-    In half precision old log-probs are those of a training pass, which rounds otherwise.
-    """
-    extra = {}
-    if adapted:
-        peft = pytest.importorskip("peft")
-        extra["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    trainer = train(trainer=extra, bf16=bf16, num_iterations=2, learning_rate=0.0, max_steps=1)
-    batch = trainer.buffer.batches[0]
-    atol = trainer.rounding.tolerance if bf16 else 1e-5
-    torch.testing.assert_close(batch.sampling_logprobs, batch.old_logprobs, rtol=0, atol=atol)
-
-
 def test_training_adds_up_in_a_fixed_order_and_leaves_the_users_setting_alone(make_trainer):
     trainer, seen = make_trainer(max_steps=1), []
     trainer.model.model.layers[-1].register_full_backward_pre_hook(
