@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 import time
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ def test_observations(workers: Workers, make: Any, value: Any, problem: str | No
         (None, None, None),
         (float("nan"), None, None),
         (np.float32(0.25), 0.25, None),
+        (Decimal("0.25"), 0.25, None),
         (np.bool_(False), 0.0, None),
         (torch.tensor(2.0), 2.0, None),
         ("1", None, "Variant.get_reward returned a str; return a number, or None"),

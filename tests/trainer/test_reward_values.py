@@ -80,23 +80,6 @@ def test_numbers_and_callables_of_many_kinds_are_rewards(train):
     assert mock.call_count == 1 and len(mock.call_args.kwargs["completions"]) == 8
 
 
-class Shop:
-    """An environment whose reward is a Decimal."""
-
-    def reset(self, **columns: Any) -> str:
-        return "hello"
-
-    def get_reward(self) -> Decimal:
-        return Decimal("0.25")
-
-
-def test_the_reward_of_an_environment_may_be_a_decimal(train):
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
-    given = {"environment_factory": Shop}
-    trainer = train(reward_funcs=None, train_dataset=rows, max_steps=1, trainer=given)
-    assert trainer.state.log_history[0]["reward"] == 0.25
-
-
 def test_a_rollout_function_replaces_no_argument_of_the_trainer(train):
     seen: list[Any] = []
 
@@ -111,18 +94,6 @@ def test_a_rollout_function_replaces_no_argument_of_the_trainer(train):
 
     train(reward_funcs=reward, max_steps=2, trainer={"rollout_func": rollout})
     assert seen[0].mine == [3] * 8 and "x" not in seen[0].completions
-
-
-def test_a_logged_column_whose_name_is_taken_has_the_functions_name(train):
-    def reward(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
-        log_extra("advantage", [1] * len(completions))
-        log_extra("note", [2] * len(completions))
-        return [float(len(text)) for text in completions]
-
-    trainer = train(reward_funcs=reward, log_completions=True, num_completions_to_print=0, max_steps=2, logging_steps=2)
-    (file,) = Path(trainer.args.output_dir, "completions").glob("*.parquet")
-    table = Dataset.from_parquet(str(file))
-    assert set(table["reward/advantage"]) == {1} and set(table["note"]) == {2}  # pyright: ignore
 
 
 class Client:
