@@ -1,7 +1,8 @@
-"""Rounds of training of a pretrained model: a tool and its chat template, LoRA with a KL term, a kill, learning."""
+"""Rounds of training of a pretrained model: a tool, LoRA with a KL term, a kill, autocast, learning."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -14,7 +15,10 @@ import torch
 from datasets import Dataset
 from forked_ranks import ForkedRanks
 from step_events import At
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from groupgrad.engines.native import NativeEngine
+from groupgrad.errors import CheckpointError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
 
@@ -28,9 +32,9 @@ def make(smollm2, make_trainer) -> Any:
     def make(**settings: Any) -> Any:
         prompts = [[{"role": "user", "content": text}] for text in ("Count to five.", "What is 2 + 3?")]
         return make_trainer(
-            model=str(smollm2),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             **{
+                "model": str(smollm2),
                 "reward_funcs": digits,
                 "trainer": {"processing_class": None},
                 "per_device_train_batch_size": 4,
@@ -86,8 +90,10 @@ def test_lora_trains_with_a_kl_term(make) -> None:
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["grad_norm"] > 0
 
 
-def test_a_killed_run_resumes_bit_for_bit(make, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit_without_a_remark(make, tmp_path, caplog) -> None:
+    """Its head is tied to its embedding, and no checkpoint has both. Its KL is measured from the model of its start."""
     settings = {"max_steps": 2, "optim": "sgd", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1}
+    settings["beta"] = 0.1
 
     def kill(at: Any) -> None:
         torch.save(small_runs.weights(at.model), tmp_path / "weights.pt")
@@ -101,10 +107,48 @@ def test_a_killed_run_resumes_bit_for_bit(make, tmp_path) -> None:
     run = ForkedRanks(train, tmp_path, num_ranks=1)
     assert run.wait(150) == [-signal.SIGKILL], run.log(0)
     resumed = make(**settings)
-    resumed.train(resume_from_checkpoint=True)
+    with caplog.at_level("WARNING"):
+        resumed.train(resume_from_checkpoint=True)
     (first,) = (entry["step"] for entry in resumed.state.log_history if entry.get("step") == 1 and "loss" in entry)
     assert first == 1 and resumed.state.global_step == 2
     assert torch.equal(small_runs.weights(resumed.model), torch.load(tmp_path / "weights.pt"))
+    assert "lm_head" not in caplog.text and "missing keys" not in caplog.text
+    assert torch.equal(resumed.model.lm_head.weight, resumed.model.model.embed_tokens.weight)
+    other = make(**settings, model=str(tmp_path / "run" / "checkpoint-1"))
+    with pytest.raises(CheckpointError, match=r"KL divergence.*was measured from '.*smollm2'"):
+        other.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+def test_it_trains_under_autocast(adapted, smollm2, make, caplog, recwarn) -> None:
+    """No false warning is given, and no fast path lost."""
+    extra: dict[str, Any] = {"processing_class": AutoTokenizer.from_pretrained(smollm2)}
+    if adapted:
+        peft = pytest.importorskip("peft")
+        extra["peft_config"] = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    with caplog.at_level(logging.WARNING, "groupgrad"):
+        trainer = make(
+            # Two of its layers: processors without bfloat16 take minutes for all thirty.
+            model=AutoModelForCausalLM.from_pretrained(smollm2, num_hidden_layers=2),
+            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 17) for ids in completion_ids],
+            trainer=extra,
+            bf16=True,
+            max_steps=2,
+            learning_rate=1e-4,
+        )
+        trainer.train()
+    assert isinstance(trainer.engine, NativeEngine)
+    # Four tokens end no answer, which is said rightly.
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
+    assert all("all completions were truncated" in text for text in said), said
+    assert not [warning for warning in recwarn if issubclass(warning.category, UserWarning)]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 2
+    for entry in steps:
+        # Logits around 30 have half a nat of rounding in bfloat16; a sampler of another policy would be nats away.
+        assert entry["sampling/logp_mismatch"] < 0.5
+        assert entry["grad_norm"] > 0
+        assert entry["clip_ratio/region_mean"] == 0  # each batch trains once, by the policy that sampled it
 
 
 @pytest.mark.timeout(900)
