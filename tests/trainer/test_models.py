@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from step_events import At
 from transformers import AutoModelForCausalLM
 
+from groupgrad.scoring.forward import layout_for
 from groupgrad.trainer import trainer as trainer_module
 
 OFF_POLICY = {"generation_batch_size": 16, "max_steps": 2}
@@ -131,6 +132,23 @@ def test_router_aux_loss_coef(train, tools):
     assert losses[0.5]["aux_loss"] == pytest.approx(losses[0.001]["aux_loss"], abs=1e-6)
     assert losses[0.5]["aux_loss"] >= 2.0  # two of four experts a token, in balance: 2
     assert losses[0.5]["loss"] == pytest.approx(losses[0.0]["loss"] + 0.5 * losses[0.5]["aux_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss (experts, sinks)"])
+def test_experts_train_with_shared_prompts_and_their_balance(train, build, tokenizer, tools, name):
+    """The native engine samples, prompts are shared, log-probs of sampling are training's, and the balance is in the
+    loss by the model's own weight."""
+    entries = []
+    for weight in (0.25, 0.0):
+        model = build(name, vocab_size=len(tokenizer), router_aux_loss_coef=weight)
+        model.generation_config.eos_token_id = tools.EOS
+        trainer = train(model=model, max_steps=1)
+        assert trainer.execution.engine_choice.name == "native"
+        assert layout_for(trainer.model, trainer.components.forward_options) == "shared"
+        entries.append(trainer.state.log_history[0])
+        assert entries[-1]["sampling/logp_mismatch"] < 1e-5
+    assert entries[0]["aux_loss"] >= 1.0
+    assert entries[0]["loss"] == pytest.approx(entries[1]["loss"] + 0.25 * entries[0]["aux_loss"], abs=1e-5)
 
 
 def test_cast_lm_head_to_fp32(train, make_policy, passes):
