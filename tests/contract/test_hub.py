@@ -186,6 +186,7 @@ def test_the_card(pushed: tuple[Hub, Any]) -> None:
     assert card["datasets"] == ["openai/gsm8k"]
     assert card["tags"] == ["generated_from_trainer", "groupgrad", "grpo", "sums"]
     assert (card["license"], card["library_name"], card["model_name"]) == ("mit", "transformers", "tiny-grpo")
+    assert card["pipeline_tag"] == "text-generation"
     text = commit.files["README.md"].decode()
     assert "# tiny-grpo\n" in text
     assert "model='ada/tiny-grpo'" in text

@@ -159,21 +159,6 @@ def test_rows_that_nothing_scores_move_nothing(play, tokenizer):
     assert nothing.metrics["reward"].read() is None
 
 
-def test_the_batch_holds_the_rows_in_order(play, tokenizer):
-    experience = make_generation(length, play, tokenizer)
-    batch = experience.batch.select([3, 1])
-    assert batch.row_index is not None
-    assert batch.row_index.tolist() == [3, 1]
-    assert batch.advantages.tolist() == pytest.approx(
-        [experience.advantages.tolist()[3], experience.advantages.tolist()[1]]
-    )
-    assert batch.offsets.tolist() == [0, 1, 3]
-    assert batch.prompt_offsets.tolist() == [0, 1, 3]
-    assert batch.prompt_of_row.tolist() == [1, 0]
-    masked = make_generation(length, play, tokenizer, mask_truncated=True).batch.select([2, 3])
-    assert masked.trained.tolist() == [False] * 3 + [True]
-
-
 def test_a_rank_without_rows_takes_part(play, tokenizer):
     calls: list[int] = []
 

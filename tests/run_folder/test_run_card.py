@@ -24,17 +24,6 @@ def write(folder, *, base_model="Qwen/Qwen3-0.6B", **changes) -> str:
     return write_run_card(config, model, history, **{**fields, **changes})
 
 
-def test_the_hub_reads_the_metadata(tmp_path):
-    text = write(tmp_path / "model", license="mit", language="en")
-    card = ModelCard.load(tmp_path / "model" / "README.md")
-    assert str(card).strip() == text.strip()
-    assert card.data.base_model == "Qwen/Qwen3-0.6B"
-    assert card.data.datasets == ["openai/gsm8k"]
-    assert card.data.tags == ["generated_from_trainer", "groupgrad", "grpo", "math"]
-    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
-    assert (card.data.license, card.data.language) == ("mit", "en")
-
-
 def test_the_text_has_settings_metrics_versions_and_the_citation(tmp_path):
     text = write(tmp_path, wandb_url="https://example.org/run")
     assert "| `loss_type` | dapo |" in text
