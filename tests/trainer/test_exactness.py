@@ -215,6 +215,15 @@ def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss
     assert tools.relative(tools.weights(policy), tools.weights(dense)) < 1e-5
 
 
+def test_adapters_are_sampled_in_trainings_mixed_precision(train):
+    """An untouched policy scores its own samples as it sampled them; old log-probs are those of a training pass."""
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    trainer = train(trainer={"peft_config": adapter}, bf16=True, num_iterations=2, learning_rate=0.0, max_steps=1)
+    batch, atol = trainer.buffer.batches[0], trainer.rounding.tolerance
+    torch.testing.assert_close(batch.sampling_logprobs, batch.old_logprobs, rtol=0, atol=atol)
+
+
 def test_training_adds_up_in_a_fixed_order_and_leaves_the_users_setting_alone(make_trainer):
     trainer, seen = make_trainer(max_steps=1), []
     trainer.model.model.layers[-1].register_full_backward_pre_hook(
