@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from loss_batches import loss_and_gradient, make_batch, make_scores
+from loss_batches import flat, loss_and_gradient, make_batch, make_scores
 from own_loss import METHOD, Settings
 
-from groupgrad.objectives import ESTIMATORS, LOSSES, MASKS, PolicyOptions, StepTotals, find_method, policy_loss
+from groupgrad.batch import TokenScores
+from groupgrad.objectives import (
+    ESTIMATORS,
+    LOSSES,
+    MASKS,
+    PolicyOptions,
+    PolicyTerms,
+    StepTotals,
+    find_method,
+    policy_loss,
+)
 from groupgrad.objectives.methods.dppo_kl import binary_kl
+from groupgrad.objectives.ragged import PerToken
 
 
 def under(loss_type, logprobs, advantages, *, sampling=None, old=None, **settings):
@@ -71,6 +83,35 @@ def test_gmpo_forms_its_weight_of_the_tokens_that_masks_leave():
     options = PolicyOptions(loss_type="gmpo", top_entropy_quantile=0.5)
     result = policy_loss(make_scores([[-0.8, -5.0]], [[2.0, 0.5]], grad=True), batch, options)
     assert result.loss.item() == pytest.approx(-math.exp(0.2) / 2)  # the other token adds 0 to a mean of two
+
+
+def test_nothing_bounds_the_weight_of_gmpo_under_a_negative_advantage():
+    """In float32: one log-ratio of 100 nats among five tokens is a weight of e^20, and one alone is infinite."""
+    for tokens, weight in ((5, math.exp(20)), (1, math.inf)):
+        logprobs, old = torch.full((tokens,), -1.0, requires_grad=True), [[-101.0, *[-1.0] * (tokens - 1)]]
+        batch = make_batch([[True] * tokens], [-1.0], old=old)
+        batch = replace(batch, advantages=batch.advantages.float(), old_logprobs=flat(old, torch.float32))
+        loss = policy_loss(TokenScores(logprobs, torch.zeros(tokens)), batch, PolicyOptions(loss_type="gmpo")).loss
+        loss.backward()
+        assert loss.item() == pytest.approx(weight)
+        assert logprobs.grad.tolist() == pytest.approx([weight / tokens] * tokens)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_a_loss_grows_with_the_ratio_where_its_method_says(loss_type: str):
+    """A ratio of e^60, of one token under A = -1 and of one under A = 1."""
+    batch, method = make_batch([[True], [True]], [-1.0, 1.0]), find_method(loss_type)
+    zeros, far = torch.zeros(2), torch.full((2,), math.exp(60))
+    terms = PolicyTerms(
+        *(batch, zeros - 1, zeros, PerToken(far.log()), PerToken(far), batch.trained, None, None),
+        token_ratio=far,
+        token_advantages=batch.advantages,
+    )
+    options = PolicyOptions(loss_type=loss_type, settings=method.make_settings({}), epsilon_high=5.0)
+    sizes = method.surrogate(terms, options).per_token.abs()
+    grows = {"never": [False, False], "negative": [True, False], "always": [True, True]}
+    assert (sizes > 1e20).tolist() == grows[method.grows_with_ratio]
+    assert sizes[sizes <= 1e20].lt(100).all()
 
 
 # ------------------------------------------------------------------------------------------------ finding a method

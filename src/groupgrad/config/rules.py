@@ -118,7 +118,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: (
-            find_method(c.loss_type).clips_ratio
+            "delta" in find_method(c.loss_type).reads
             and c.delta is not None
             and c.delta <= 1 + c.epsilon
             and f"{1 + c.epsilon:g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +14,8 @@ from groupgrad.objectives.options import PolicyOptions, RatioLevel
 from groupgrad.objectives.ragged import PerRow, PerToken, where_trained
 from groupgrad.objectives.reduce import Reduction
 from groupgrad.objectives.registry import make_settings
+
+Growth = Literal["never", "negative", "always"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,10 +85,9 @@ class Method:
     present policy."""
     leaves_out_selected: bool = False
     """The tokens that it selects train nothing, as if a mask took them out."""
-    grows_with_ratio: bool = False
-    """The loss of every token grows with its ratio without a bound."""
-    clips_ratio: bool = False
-    """The ratio is clipped on both sides."""
+    grows_with_ratio: Growth = "never"
+    """Advantages under which the loss grows with `PolicyTerms.ratio` without a bound; `delta` bounds it for losses that
+    read it."""
     metrics: tuple[str, ...] = ()
     """Names of the metrics that the surrogate measures."""
 

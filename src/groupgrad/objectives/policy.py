@@ -176,9 +176,9 @@ def _unbounded(
 ) -> torch.Tensor | None:
     """Where the loss grows with the ratio without a bound: a bool of the ratio's shape, None for nowhere."""
     where, method = None, find_method(options.loss_type)
-    if method.grows_with_ratio:
+    if method.grows_with_ratio == "always":
         where = kept & (token_advantages(batch) != 0)
-    elif method.clips_ratio and options.delta is None:
+    elif method.grows_with_ratio == "negative" and (options.delta is None or "delta" not in method.reads):
         where = kept & (token_advantages(batch) < 0)
     if gap is not None and options.use_bias_correction_kl:
         where = gap != 0 if where is None else where | (gap != 0)

@@ -9,4 +9,6 @@ When: only to reproduce results; no other loss depends on the micro-batch size.
 from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_ratio
 from groupgrad.objectives.method import Method
 
-METHOD = Method(clipped_ratio, "local_token_mean", reads=CLIP_SETTINGS, clips_ratio=True, metrics=CLIP_METRICS)
+METHOD = Method(
+    clipped_ratio, "local_token_mean", reads=CLIP_SETTINGS, grows_with_ratio="negative", metrics=CLIP_METRICS
+)

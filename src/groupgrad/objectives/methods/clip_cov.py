@@ -75,6 +75,6 @@ METHOD = Method(
     settings=Settings,
     select=draw,
     leaves_out_selected=True,
-    clips_ratio=True,
+    grows_with_ratio="negative",
     metrics=(*CLIP_METRICS, "clip_cov/selected_mean"),
 )

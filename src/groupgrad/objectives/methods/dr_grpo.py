@@ -10,4 +10,4 @@ Source: arXiv:2503.20783, section 3.2.
 from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_ratio
 from groupgrad.objectives.method import Method
 
-METHOD = Method(clipped_ratio, "constant", reads=CLIP_SETTINGS, clips_ratio=True, metrics=CLIP_METRICS)
+METHOD = Method(clipped_ratio, "constant", reads=CLIP_SETTINGS, grows_with_ratio="negative", metrics=CLIP_METRICS)

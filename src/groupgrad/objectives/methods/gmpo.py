@@ -1,7 +1,7 @@
 r"""GMPO: completions are weighed by the geometric mean of their tokens' clipped ratios, and count once each.
 
-The logarithm of a ratio is at most `clip` where A > 0, and at least -`clip` where A < 0; only tokens that no mask takes
-out are in the mean. All tokens of a completion have one weight:
+The logarithm of a ratio is at most `clip` where A > 0, and at least -`clip` where A < 0, where nothing bounds the
+weight from above. Only tokens that no mask takes out are in the mean. All tokens of a completion have one weight:
 
 $$\ell_{i,t} = -A_i \exp\left(\frac{1}{T_i} \sum_t \log c_{i,t}\right)$$
 

@@ -15,4 +15,4 @@ Source: arXiv:2402.03300, eq. 3.
 from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_ratio
 from groupgrad.objectives.method import Method
 
-METHOD = Method(clipped_ratio, "sequence_mean", reads=CLIP_SETTINGS, clips_ratio=True, metrics=CLIP_METRICS)
+METHOD = Method(clipped_ratio, "sequence_mean", reads=CLIP_SETTINGS, grows_with_ratio="negative", metrics=CLIP_METRICS)

@@ -69,6 +69,6 @@ METHOD = Method(
     settings=Settings,
     level="token",
     select=highest,
-    grows_with_ratio=True,
+    grows_with_ratio="always",
     metrics=("kl_cov/selected_mean",),
 )

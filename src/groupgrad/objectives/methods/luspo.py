@@ -11,5 +11,10 @@ from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_r
 from groupgrad.objectives.method import Method
 
 METHOD = Method(
-    clipped_ratio, "sequence_sum", reads=CLIP_SETTINGS, level="sequence", clips_ratio=True, metrics=CLIP_METRICS
+    clipped_ratio,
+    "sequence_sum",
+    reads=CLIP_SETTINGS,
+    level="sequence",
+    grows_with_ratio="negative",
+    metrics=CLIP_METRICS,
 )
