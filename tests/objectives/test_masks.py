@@ -124,6 +124,8 @@ def test_kl_cov_selects_the_highest():
     for share, count in ((0.0002, 1), (0.4, 2), (0.79, 3)):
         found = select(TOKENS, options("kl_cov", share=share), torch.Generator())
         assert sorted(found.nonzero().flatten().tolist()) == sorted(order[:count])
+    twins = StepTokens(torch.tensor([-1.0, -1.0 - 1e-6, -2.0, -2.0, -2.0]), torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0]))
+    assert select(twins, options("kl_cov"), torch.Generator()).tolist() == [True, True, False, False, False]
     empty = StepTokens(torch.zeros(0).double(), torch.zeros(0).double())
     assert select(empty, options("kl_cov"), torch.Generator()).tolist() == []
 
@@ -152,6 +154,15 @@ def test_a_penalty_on_the_selected_tokens_alone():
     assert result.loss.item() == pytest.approx((-2 * math.e + 2) / 2)
     assert gradient == pytest.approx([(-math.e + 2) / 2, -math.e / 2])
     assert result.metrics["kl_cov/selected_mean"].read() == 0.5
+
+
+def test_rounding_is_no_drift_from_the_old_policy():
+    """Two passes of one policy differ by it, and the penalty has a slope of 1 on both sides of 0."""
+    batch = make_batch([[True, True]], [1.0], old=[[-1.0, -1.0]])
+    batch.selected = torch.tensor([True, True])
+    for drift, slopes in ((1e-6, [-1.0, -1.0]), (1e-4, [0.0, -2.0])):
+        _, gradient = loss_and_gradient([[-1.0 + drift, -1.0 - drift]], batch, options("kl_cov"))
+        assert gradient == pytest.approx([slope / 2 for slope in slopes], abs=1e-3)
 
 
 def test_drawn_tokens_train_nothing():

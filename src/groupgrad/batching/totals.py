@@ -10,10 +10,7 @@ from groupgrad import dist
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.objectives import Mask, Method, PolicyOptions, StepTokens, drift, entropy_threshold
 from groupgrad.objectives.ragged import token_advantages
-
-# Tokens with the same context have the same entropy but for rounding, as the first tokens of a group do. All tokens at
-# the threshold are kept, however the micro-batch that computed them rounded.
-_TIE_NATS = 1e-5
+from groupgrad.objectives.terms import ROUNDING_NATS
 
 
 def step_totals(batch: Batch, num_micro_batches: int) -> StepTotals:
@@ -32,7 +29,9 @@ def with_entropy_threshold(totals: StepTotals, batch: Batch, entropy: torch.Tens
     if not len(entropies):
         return totals
     threshold = entropy_threshold(entropies, keep)
-    threshold -= _TIE_NATS * max(1.0, abs(threshold))
+    # Tokens with the same context have the same entropy but for rounding, as the first tokens of a group do. All tokens
+    # at the threshold are kept, however the micro-batch that computed them rounded.
+    threshold -= ROUNDING_NATS * max(1.0, abs(threshold))
     return replace(totals, entropy_threshold=threshold, entropy_tokens=float((entropies >= threshold).sum()))
 
 
@@ -49,7 +48,7 @@ def with_drift_cutoff(
     gaps = dist.all_gather_rows(drift(logprobs, behaviour, batch)[batch.trained])
     cutoff = mask.cutoff(gaps, options.mask_settings)
     if cutoff >= 0:  # a pass of training may round a token's log-prob otherwise
-        cutoff = (cutoff**0.5 + _TIE_NATS) ** 2
+        cutoff = (cutoff**0.5 + ROUNDING_NATS) ** 2
     return replace(totals, drift_cutoff=cutoff)
 
 

@@ -13,6 +13,8 @@ from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, r
 
 LOG_RATIO_MAX = 80.0
 """Log-ratio (nats) whose exponential is beyond every clip, and finite in float32 and bfloat16."""
+ROUNDING_NATS = 1e-5
+"""Two passes in float32, of other rows or on other ranks, give a token log-probs and entropies that differ by less."""
 
 
 def policy_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor | None, batch: Batch) -> torch.Tensor:

@@ -7,7 +7,8 @@ $$\ell_{i,t} = -c_{i,t} A_{i,t} + \beta\,|\log\pi_{i,t} - \log\pi^{old}_{i,t}|$$
 
 with `coef` for beta; all others have the first term alone, without a clip. Averaged over all tokens of the step. In
 later steps of a generation batch the covariances take a forward pass of the step's rows. In an on-policy step the
-penalty is 0, and so is its gradient. A ratio of e under A = 1 and `coef` = 1 gives -e + 1.
+penalty is 0, and so is its gradient; a difference of up to 1e-5 nats is rounding, and counts as none. A ratio of e
+under A = 1 and `coef` = 1 gives -e + 1.
 
 When: as `clip_cov`; the penalty acts from the second step of a generation batch on.
 
@@ -24,6 +25,7 @@ from groupgrad.objectives.covariance import covariances, num_of
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.method import Method, PolicyTerms, StepTokens, TokenLoss
 from groupgrad.objectives.options import PolicyOptions
+from groupgrad.objectives.terms import ROUNDING_NATS
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,12 +47,13 @@ class Settings:
 
 
 def highest(tokens: StepTokens, options: PolicyOptions, generator: torch.Generator) -> torch.Tensor:
-    """(N,) bool, the tokens that have the penalty; equal covariances have it together."""
+    """(N,) bool, the tokens that have the penalty; covariances that are equal but for rounding have it together."""
     found = covariances(tokens)
     count = num_of((options.settings or Settings()).share, len(found))
-    return (
-        found >= found.sort(descending=True).values[count - 1] if count else torch.zeros_like(found, dtype=torch.bool)
-    )
+    if count == 0:
+        return torch.zeros_like(found, dtype=torch.bool)
+    least = found.sort(descending=True).values[count - 1]
+    return found >= least - ROUNDING_NATS * least.abs().clamp(min=1)
 
 
 def held_where_selected(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
@@ -58,8 +61,9 @@ def held_where_selected(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss
     selected = terms.batch.selected
     if selected is None:
         selected = torch.zeros_like(terms.batch.trained)
-    penalty = options.settings.coef * terms.log_ratio.abs()
-    loss = -terms.token_ratio * terms.token_advantages + torch.where(selected, penalty, torch.zeros_like(penalty))
+    drift = terms.log_ratio.abs()
+    penalty = torch.where(selected & (drift > ROUNDING_NATS), options.settings.coef * drift, torch.zeros_like(drift))
+    loss = -terms.token_ratio * terms.token_advantages + penalty
     return TokenLoss(loss, {"kl_cov/selected_mean": mean_where(selected.float(), terms.batch.trained)})
 
 
