@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import own_loss
 import pytest
+from small_runs import relative, weights
 from synthetic_run import write_run
+from transformers import AutoModelForCausalLM
 
 from groupgrad.activity import EXIT_HUNG
 from groupgrad.apps.cli.command_parser import COMMAND_CODES, EXIT_CODES
@@ -40,6 +44,21 @@ def test_flags_and_a_file_take_effect(tmp_path: Path, run_flags: list[str], caps
     shown = capsys.readouterr().out
     assert shown.count("0+1=") + shown.count("1+1=") == 1
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_loss_of_ones_own_trains_by_a_file(tmp_path: Path, run_flags: list[str]) -> None:
+    """With SGD twice the factor is twice the learning rate. The flag wins over the file."""
+    (tmp_path / "losses_of_a_file").mkdir()
+    shutil.copy(own_loss.__file__, tmp_path / "losses_of_a_file" / "scaled.py")
+    with (tmp_path / "run.yaml").open("a") as file:
+        file.write("loss_type: losses_of_a_file.scaled\nloss_settings: {factor: 2.0}\noptim: sgd\nmax_grad_norm: 0\n")
+    sgd = [*run_flags, "--lr_scheduler_type", "constant", "--learning_rate"]
+    assert main(["train", *sgd, "0.1"]) == 0
+    assert main(["train", *sgd, "0.2", "--loss_settings", '{"factor": 1.0}', "--output-dir", "faster"]) == 0
+    first, found, expected = (
+        weights(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("model", "out", "faster")
+    )
+    assert relative(found, expected) < 1e-5 and relative(found, first) > 1e-3
 
 
 AS_A_COMMAND = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import own_loss
 import pytest
 import torch
-import yaml
 
 from groupgrad.apps.cli import main as cli
 from groupgrad.apps.cli import train
@@ -60,15 +60,10 @@ BASE = [
 ]
 
 
-def test_a_loss_is_a_module_of_the_current_folder(tmp_path, capsys):
+def test_a_loss_of_ones_own_is_checked_before_a_run(tmp_path, capsys):
     (tmp_path / "losses_from_here").mkdir()
-    own = Path(own_loss.__file__).read_text()
-    (tmp_path / "losses_from_here" / "scaled.py").write_text(own)
-    config = {"loss_type": "losses_from_here.scaled", "loss_settings": {"factor": 3.0}, "output_dir": "out"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    argv = [*BASE, "--reward_funcs", "accuracy_reward", "--config", "run.yaml"]
-    assert cli.main(["train", *argv]) == 0
-    assert FakeTrainer.instances[0].arguments["args"].loss_settings == {"factor": 3.0}
+    shutil.copy(own_loss.__file__, tmp_path / "losses_from_here" / "scaled.py")
+    argv = [*BASE, "--reward_funcs", "accuracy_reward", "--loss_type", "losses_from_here.scaled"]
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", *argv, "--loss_settings", '{"factor": 0}'])
     assert "loss_settings has factor=0, which trains nothing. Set it above 0" in capsys.readouterr().err
