@@ -103,30 +103,36 @@ def test_solutions_must_match_completions():
         accuracy_reward(["a", "b"], ["2"])
 
 
+class TowersInASecond(MathVerifier):
+    """Has a second for a row with the tower, and a minute for any other, since the machine may be busy."""
+
+    towers = 0
+
+    def _ask(self, worker, gold, answer):
+        is_tower = "9^{9^{9^{9}}}" in gold + answer
+        self.towers += is_tower
+        self.timeout_s = 1.0 if is_tower else 60.0
+        return super()._ask(worker, gold, answer)
+
+
 def test_a_pathological_formula_costs_its_row(monkeypatch, caplog):
-    """It stays inside one C call, and a thread cannot use signals. As a solution it times out once."""
-    verifier = MathVerifier(timeout_s=1.0, max_workers=2)
+    """It stays inside one C call, and a thread cannot use signals. As a solution it is asked once, and once alone."""
+    verifier = TowersInASecond(max_workers=1)
     monkeypatch.setattr(accuracy, "_VERIFIER", verifier)
     results, metrics = [], {}
-    verifier.judge(["1"], ["warm"])
 
     def work():
         completions = [r"\boxed{1}", TOWER, r"\boxed{1}"]
         results.extend(accuracy_reward(completions, ["1"] * 3, log_metric=metrics.__setitem__))
 
     thread = threading.Thread(target=work)
-    started = time.perf_counter()
     thread.start()
-    thread.join(20)
+    thread.join(100)
     assert results == [1.0, 0.0, 1.0]
-    assert time.perf_counter() - started < 6
     assert metrics == {"accuracy_reward/timed_out": pytest.approx(1 / 3)}
-    assert "more than 1 s (or the memory allowed) for 1 of 3" in caplog.text
-
-    started = time.perf_counter()
+    assert "for 1 of 3" in caplog.text and verifier.towers == 1
     verdicts = verifier.judge([r"$9^{9^{9^{9}}}$"] * 8, [r"\boxed{1}"] * 8)
-    assert verdicts == [Verdict(None, timed_out=True)] * 8
-    assert time.perf_counter() - started < 8
+    assert verdicts == [Verdict(None, timed_out=True)] * 8 and verifier.towers == 1 + 2
 
 
 def test_a_process_that_dies_between_calls_is_replaced_and_ends_with_the_verifier():
