@@ -18,7 +18,7 @@ from groupgrad.checkpoints import host_copies
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import base_fixtures as BASE
 import small_runs as HELP
-from rank_cases import CASES, few_vary  # noqa: F401  # other scripts take `few_vary` from here
+from rank_cases import CASES, LOSSES, few_vary, loss_settings  # noqa: F401  # other scripts take them from here
 
 
 def make_scorer() -> Any:
@@ -62,6 +62,10 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     settings = {"step_rows": 16, "micro_batches": 2, **CASES.get(name, {}), **changes}
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     accumulation = settings.pop("micro_batches")
+    if (
+        settings.get("loss_type") == "bnpo"
+    ):  # it is defined by the micro-batch: the same rows on any number of processes
+        accumulation = max(1, accumulation // ranks)
     rows = settings.pop("step_rows") // accumulation // ranks
     settings.pop("resume_from", None)
     if settings.pop("behind", False):

@@ -19,16 +19,13 @@ from groupgrad.scoring.layout import flat_layout
 from groupgrad.scoring.self_check import LayoutReport
 
 FAST = ["grpo"]
-SLOW = [
-    "luspo",
-    *("dapo", "dr_grpo", "cispo", "sapo", "vespo", "bnpo", "entropy", "flat_groups", "reward_model", "cut_groups"),
-    *("agents", "lora", "resumed"),
-]
+NOT_HERE = ("images", "hybrid")  # models whose rows are not cut
+SLOW = [case for case in rank_cases.CASES if case not in (*FAST, *NOT_HERE)]
 OWN: dict[str, dict[str, Any]] = {
     "dapo": {"generation_batch_size": 32, "max_steps": 4, "eval": "sets", "eval_steps": 2},
     "grpo": {**rank_cases.CASES["grpo"], "eval": "sets", "eval_steps": 2},
     # One micro-batch a step is the same rows on one process and on a group.
-    "bnpo": {"loss_type": "bnpo", "micro_batches": 1, "num_iterations": 2, "max_steps": 4},
+    "bnpo": {**rank_cases.CASES["bnpo"], "micro_batches": 1},
 }
 """Cases in another form than in `ranks.py`."""
 

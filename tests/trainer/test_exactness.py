@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dense_objective import dense_advantages, dense_loss, scores
+from rank_cases import loss_settings
 
 from groupgrad.objectives import LOSSES as ALL_LOSSES
 
@@ -96,10 +97,8 @@ def assert_same(runs, tools) -> None:
 @pytest.mark.quick("dapo", "luspo")
 @pytest.mark.parametrize(("loss_type", "optimizer"), [*((name, SGD) for name in LOSSES), ("grpo", ADAMW)], ids=str)
 def test_losses_do_not_depend_on_the_micro_batch(run, tools, loss_type, optimizer):
-    ceiling = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
     splits = [(16, 1), *(SPLITS if optimizer is ADAMW else [(4, 4)])]
-    settings = {"loss_type": loss_type, **ceiling, **level, **TWO_STEPS, **optimizer}
+    settings = {**loss_settings(loss_type), **TWO_STEPS, **optimizer}
     assert_same([run(split, **settings) for split in splits], tools)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rank_cases import LOSSES, loss_settings
 
 # Settings of a run, and the step whose checkpoint it is resumed from.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -27,7 +28,6 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         {"steps_per_generation": 2, "max_steps": 5, "dynamic_sampling_rounds": 2, "flat_groups": True},
         3,
     ),
-    "second_pass_over_a_generation_batch": ({"num_iterations": 2, "max_steps": 4}, 3),
     "between_two_generation_batches_of_a_step": (
         {"generation_batch_size": 24, "gradient_accumulation_steps": 2, "max_steps": 4},
         1,
@@ -49,6 +49,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "evaluated": ({"dropout": 0.5, "evaluate": True, "gradient_accumulation_steps": 2, "max_steps": 4}, 2),
     "workers": ({"dataloader_num_workers": 1, "steps_per_generation": 2, "max_steps": 3}, 1),
+    # Each loss, in the second pass over a generation batch.
+    **{name: (loss_settings(name), 3) for name in LOSSES},
 }
 
 
@@ -96,7 +98,7 @@ def completions(folder: Path) -> dict[str, Any]:
     return {path.name: pq.read_table(path).to_pylist() for path in sorted((folder / "completions").glob("*.parquet"))}
 
 
-@pytest.mark.quick("evaluated", "inside_a_generation_batch", "stream", "synced_adapter")
+@pytest.mark.quick("clip_cov", "evaluated", "inside_a_generation_batch", "stream", "synced_adapter")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_equals_an_uninterrupted_one(build, tools, tmp_path, case):
     settings, step = CASES[case]

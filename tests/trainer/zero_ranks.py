@@ -25,17 +25,6 @@ from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
 MEASURED = {"eval": "sets", "eval_steps": 2}
 SERVED = {"use_vllm": True, "vllm_max_model_length": 64}
-LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo", "mask_truncated_completions": True},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "sapo": {"loss_type": "sapo"},
-    "vespo": {"loss_type": "vespo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 5.0},
-}
-"""Losses and the entropy's settings, each over two generation batches of two steps."""
 
 CASES: dict[str, dict[str, Any]] = {
     "stage_1": {**COMMON, **MEASURED, "stage": 1},
@@ -52,7 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {**COMMON, "stage": 3, "peft": True, "beta": 0.1, "from_disk": True},
     "served": {**COMMON, **MEASURED, **SERVED, "stage": 3, "beta": 0.1, "from_disk": True},
     "served_lora": {**COMMON, **SERVED, "stage": 3, "peft": True, "from_disk": True},
-    **{name: {**COMMON, **loss, "stage": 3, "num_iterations": 2} for name, loss in LOSSES.items()},
+    "entropy": {**COMMON, **ranks.CASES["entropy"], "stage": 3, "num_iterations": 2},
+    **{name: {**COMMON, **ranks.loss_settings(name), "stage": 3} for name in ranks.LOSSES},
     "resumed": {**COMMON, "stage": 3, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "from_disk": True},
 }
 
@@ -105,8 +95,6 @@ def build(name: str, kind: str, out: Path) -> Any:
     settings = dict(CASES[name])
     stage, persistent = settings.pop("stage"), settings.pop("persistent", False)
     settings.pop("resume_from", None)
-    if name == "bnpo":  # it is defined by the micro-batch: the same rows on one process and on two
-        settings["micro_batches"] = 2 // int(os.environ["WORLD_SIZE"])
     if kind == "zero":
         settings["deepspeed"] = deepspeed_config(stage, persistent)
     if settings.get("reward") == "saved":
