@@ -63,7 +63,6 @@ def test_the_binary_divergence():
     policy, sampler = torch.tensor([0.8, 0.5, 1.0, 0.0]).double(), torch.tensor([0.5, 0.5, 1.0, 0.0]).double()
     expected = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
     assert binary_kl(policy, sampler).tolist() == pytest.approx([expected, 0.0, 0.0, 0.0])
-    assert expected == pytest.approx(0.223, abs=5e-4)
 
 
 def test_gmpo_weighs_a_completion_by_the_mean_of_its_clipped_log_ratios():
@@ -71,7 +70,6 @@ def test_gmpo_weighs_a_completion_by_the_mean_of_its_clipped_log_ratios():
     result, gradient = under("gmpo", [[0.0, -2.0], [0.0, -2.0]], [1.0, -2.0], old=[[-1.0, -1.0]] * 2)
     first, second = math.exp((0.4 - 1) / 2), math.exp((1 - 0.4) / 2)
     assert result.loss.item() == pytest.approx((-first + 2 * second) / 2)
-    assert first == pytest.approx(0.741, abs=5e-4)
     # Each token has half of the mean; the clipped one has no gradient.
     assert gradient == pytest.approx([0.0, -first / 2 / 2, 2 * second / 2 / 2, 0.0])
     assert result.metrics["gmpo/clipped_mean"].read() == 0.5

@@ -4,7 +4,7 @@ With the temperature `sapo_temperature_pos` where A > 0, else `sapo_temperature_
 
 $$\ell_{i,t} = -\frac{4}{\tau} \sigma\left(\tau (c_{i,t} - 1)\right) A_i$$
 
-A ratio of 1 gives -2 A / tau, with the gradient of -A c.
+Under A = 1 and tau = 1 a ratio of 1 gives -2 with a slope of -1, and one of 3 -3.523.
 
 When: stale samples, without a hard edge.
 
