@@ -43,7 +43,8 @@ class Definition:
         """Its section: what its docstring says beyond the summary, its settings and its metrics."""
         parts = [f"### {self.name}", f"**{self.title}**: {self.summary}", *map(with_links, self.parts)]
         settings = [
-            f"`{field.name}` = {field.default}: {meaning}" for field, meaning in described(self.definition.settings)
+            f"`{field.name}` = {field.default}{in_range(field)}: {meaning}"
+            for field, meaning in described(self.definition.settings)
         ]
         if settings:
             parts.append(f"`{option}`: {' '.join(settings)}")
@@ -52,6 +53,11 @@ class Definition:
         facts = {"Options": known, "Metrics": getattr(self.definition, "metrics", ())}
         lines = [f"{title}: {', '.join(f'`{name}`' for name in names)}." for title, names in facts.items() if names]
         return "\n\n".join([*parts, *([" ".join(lines)] if lines else [])])
+
+
+def in_range(field: dataclasses.Field[Any]) -> str:
+    """The range of a setting in brackets, if it has one."""
+    return f" ({field.metadata['range'].words})" if field.metadata else ""
 
 
 def described(settings: type[Any] | None) -> list[tuple[Any, str]]:

@@ -10,6 +10,7 @@ import pytest
 from groupgrad import GRPOConfig
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.apps.cli.parsing import parse, train_parser
+from groupgrad.objectives import ESTIMATORS, LOSSES, MASKS
 
 CPU = ["--use_cpu"]
 
@@ -255,6 +256,18 @@ def test_set_reaches_into_mappings_and_wins_over_the_file(tmp_path):
 )
 def test_bad_settings(argv, text, capsys):
     assert text in refused([*CPU, *argv], capsys)
+
+
+def test_help_lists_the_settings_of_each_loss_estimator_and_mask():
+    text = " ".join(train_parser().format_help().split())
+    for option, known in {"loss": LOSSES, "advantage": ESTIMATORS, "off_policy_mask": MASKS}.items():
+        shown = text.partition(f"--{option}_settings VALUE ")[2].partition(" --")[0]
+        for name, definition in known.items():
+            for setting in () if definition.settings is None else dataclasses.fields(definition.settings):
+                assert name in shown and f"{setting.name}={setting.default}" in shown
+    assert (
+        "gmpo: clip=0.4 (more than 0); kl_cov: share=0.0002 (more than 0, less than 1), coef=1.0 (more than 0)." in text
+    )
 
 
 def test_help_has_sections_and_one_line_a_spelling():

@@ -66,7 +66,7 @@ def test_a_loss_of_ones_own_is_checked_before_a_run(tmp_path, capsys):
     argv = [*BASE, "--reward_funcs", "accuracy_reward", "--loss_type", "losses_from_here.scaled"]
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", *argv, "--loss_settings", '{"factor": 0}'])
-    assert "loss_settings has factor=0, which trains nothing. Set it above 0" in capsys.readouterr().err
+    assert "loss_settings has factor=0, which trains nothing. Set it to more than 0" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", *argv, "--loss_type", "losses_from_here.absent"])
     assert "'losses_from_here.absent' cannot be imported" in capsys.readouterr().err

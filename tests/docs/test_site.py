@@ -59,7 +59,7 @@ def test_the_page_of_losses_says_what_their_files_say() -> None:
     assert page == page_script("losses").written(page), "run `python docs/site/losses.py`"
     for names in (LOSSES, ESTIMATORS, MASKS):
         assert all(f"| [`{name}`](#{name})" in page and f"\n### {name}\n" in page for name in names)
-    assert "| [`dapo`](#dapo) (default) |" in page and "`threshold` = 0.2: Divergence of a token" in page
+    assert "| [`dapo`](#dapo) (default) |" in page and "`threshold` = 0.2 (more than 0): Divergence of a token" in page
 
 
 def test_the_navigation_names_pages_that_exist() -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from groupgrad.objectives import Method, PolicyOptions, PolicyTerms, TokenLoss
+from groupgrad.objectives import MORE_THAN_0, Method, PolicyOptions, PolicyTerms, TokenLoss, setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of this loss."""
 
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise ValueError(f"loss_settings has factor={self.factor}, which trains nothing. Set it above 0")
+    factor: float = setting(1.0, MORE_THAN_0, "trains nothing")
 
 
 def scaled(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from groupgrad.objectives import ESTIMATORS, compute_advantages, find_estimator
-from groupgrad.objectives.estimators.pass_at_k import Settings
 from groupgrad.types import Turns
 
 NAN = math.nan
@@ -250,9 +249,12 @@ def test_what_cannot_work_is_refused():
     for name in ("opo", "reinforce_plus_plus_baseline"):
         with pytest.raises(ValueError, match=f"advantage_estimator='{name}' needs the lengths of completions"):
             advantages(name, [1, 0])
-    for k in (0, -1, 2.5, "4", True):
-        with pytest.raises(ValueError, match=f"advantage_settings has k={k!r}, which is no number of samples"):
-            Settings(k)
+    for k in (0, -1):
+        with pytest.raises(ValueError, match=f"has k={k}, which is no number of samples. Set it to 1 or more"):
+            find_estimator("pass_at_k").make_settings({"k": k})
+    for k in (2.5, "4", True):
+        with pytest.raises(ValueError, match=f"advantage_settings has k={k!r}, which is no whole number"):
+            find_estimator("pass_at_k").make_settings({"k": k})
     with pytest.raises(ValueError, match="advantage_settings has 'n', but it has k"):
         find_estimator("pass_at_k").make_settings({"n": 4})
     with pytest.raises(ValueError, match="advantage_settings has 'k', but this advantage_estimator has none"):

@@ -83,11 +83,15 @@ def test_a_token_that_the_sampler_did_not_report_counts_as_no_drift():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("k1", {"low": 1.5}, "low=1.5 and high=2.0, which leave out an unmoved policy"),
-        ("k1", {"level": "sequence_max"}, "level='sequence_max' is not known; set one of 'token', 'sequence_mean'"),
-        ("geometric", {"high": 0.5}, "low=0.99 and high=0.5, which leave out an unmoved policy"),
+        ("k1", {"low": 1.5}, "low=1.5, which leaves out an unmoved policy. Set it to more than 0, at most 1"),
+        (
+            "k1",
+            {"level": "sequence_max"},
+            "level='sequence_max', which is not known. Set it to token, sequence_mean or",
+        ),
+        ("geometric", {"high": 0.5}, "high=0.5, which leaves out an unmoved policy"),
         ("k2", {"threshold": -1}, "threshold=-1, which leaves out an unmoved policy"),
-        ("k3", {"level": "row"}, "level='row' is not known"),
+        ("k3", {"level": "row"}, "level='row', which is not known"),
         ("m2po", {"tau": -0.1}, "tau=-0.1, which keeps no token"),
         ("m2po", {"threshold": 1}, "has 'threshold', but it has tau"),
     ],

@@ -45,7 +45,7 @@ def loss(loss_type: str, ratios: list[float], advantage: float, *, before: float
 
 
 def averaged(loss_type: str, rows: list[list[float]], totals: StepTotals | None = None) -> float:
-    """What the loss makes of losses of tokens: under a ratio of 1 they are the advantages, negated."""
+    """The loss of a step whose tokens have these losses. Under a ratio of 1 they are the advantages, negated."""
     batch = make_batch([[True] * len(row) for row in rows], [0.0] * len(rows), totals)
     batch = replace(batch, token_advantages=torch.tensor([-value for row in rows for value in row], dtype=F64))
     options = PolicyOptions(loss_type=loss_type, max_completion_length=5)

@@ -16,6 +16,7 @@ from typing import Any
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config.field_rules import CHOICES, failure_action
 from groupgrad.config.legacy import LegacyArguments
+from groupgrad.objectives import ESTIMATORS, LOSSES, MASKS, described_settings
 from groupgrad.rewards.supervision import FailureAction
 
 CISPO_CEILING = 5.0
@@ -280,7 +281,7 @@ class GRPOSettings(LegacyArguments):
     loss_type: str = _option(
         "dapo", f"Surrogate and its reduction: {_choices('loss_type')}, or the path of a module with another."
     )
-    loss_settings: dict[str, Any] | str | None = _option(None, "Settings of the loss that no other option is for.")
+    loss_settings: dict[str, Any] | str | None = _option(None, f"Settings of the loss: {described_settings(LOSSES)}.")
     importance_sampling_level: str = _option("token", "Level of the policy ratio: 'token' or 'sequence'.")
     num_iterations: int = _option(1, "Number of times that each generation batch is trained on.")
     epsilon: float = _option(0.2, "Lower clip width: the ratio's trust region begins at 1 - epsilon.")
@@ -302,7 +303,9 @@ class GRPOSettings(LegacyArguments):
         f"Leave out tokens or completions that drifted from the sampler: {_choices('off_policy_mask')}, or the path of "
         "a module with another; unset: none.",
     )
-    off_policy_mask_settings: dict[str, Any] | str | None = _option(None, "Settings of off_policy_mask.")
+    off_policy_mask_settings: dict[str, Any] | str | None = _option(
+        None, f"Settings of off_policy_mask: {described_settings(MASKS)}."
+    )
     off_policy_mask_threshold: float | None = _option(
         None, "Leave out completions of negative advantage that drifted further than this (nats a token)."
     )
@@ -319,7 +322,9 @@ class GRPOSettings(LegacyArguments):
         "group",
         f"How rewards become advantages: {_choices('advantage_estimator')}, or the path of a module with another.",
     )
-    advantage_settings: dict[str, Any] | str | None = _option(None, "Settings of the advantage estimator.")
+    advantage_settings: dict[str, Any] | str | None = _option(
+        None, f"Settings of advantage_estimator: {described_settings(ESTIMATORS)}."
+    )
     scale_rewards: str = _option("group", "Divide advantages by the rewards' deviation: 'group', 'batch' or 'none'.")
     multi_objective_aggregation: str = _option(
         "sum_then_normalize", "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (each by itself first)."

@@ -23,6 +23,7 @@ from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
 from groupgrad.objectives.nonfinite import NonFiniteToken, TokenTerms, nonfinite_tokens
 from groupgrad.objectives.options import MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import PolicyLoss, policy_loss
+from groupgrad.objectives.registry import MORE_THAN_0, Range, described_settings, setting
 from groupgrad.objectives.required_passes import (
     FORWARD,
     FORWARD_AND_BACKWARD,
@@ -44,6 +45,7 @@ __all__ = [
     "FRAC_DROPPED_TOKENS",
     "LOSSES",
     "MASKS",
+    "MORE_THAN_0",
     "NO_PASS",
     "AdvantageOptions",
     "Advantages",
@@ -60,6 +62,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyOptions",
     "PolicyTerms",
+    "Range",
     "RatioLevel",
     "ScaleRewards",
     "ScoredGroups",
@@ -71,6 +74,7 @@ __all__ = [
     "TokenTerms",
     "applied_entropy_coef",
     "compute_advantages",
+    "described_settings",
     "drift",
     "entropy_threshold",
     "find_estimator",
@@ -91,4 +95,5 @@ __all__ = [
     "rows_of",
     "sampler_logprobs",
     "sampler_scores",
+    "setting",
 ]

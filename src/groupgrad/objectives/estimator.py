@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -121,8 +120,8 @@ class Estimator:
     reads: tuple[str, ...] = ()
     """Fields of the configuration that it reads, and other estimators may not."""
     settings: type[Any] | None = None
-    """A frozen dataclass of settings of its own, which `advantage_settings` fills. Its `__post_init__` raises
-    ValueError, with what to set, for values that cannot work."""
+    """A frozen dataclass of settings of its own, which `advantage_settings` fills. `registry.setting` gives one its
+    range; a `__post_init__` raises ValueError, with what to set, for values that do not go together."""
     uses_turns: bool = False
     """It credits turns, and gets their rewards."""
     state: Callable[[Any], str | None] | None = None
@@ -171,19 +170,6 @@ def scaled(about: Deviations, every: torch.Tensor, scale: ScaleRewards) -> torch
         return about.deviations
     std = about.std if scale == "group" else about_mean(every.reshape(1, -1)).std
     return about.deviations / (std + STD_FLOOR)
-
-
-def check_number(name: str, value: Any, high: float) -> None:
-    """Raises ValueError unless this setting of an estimator is a number from 0 to `high`."""
-    if not isinstance(value, (int, float)) or not 0 <= value <= high or value == math.inf:
-        wanted = "0 or more" if high == math.inf else f"a number from 0 to {high:g}"
-        raise ValueError(f"advantage_settings has {name}={value!r}, which cannot work. Set it to {wanted}")
-
-
-def check_name(name: str, value: Any) -> None:
-    """Raises ValueError unless this setting of an estimator is a text or None."""
-    if not isinstance(value, (str, type(None))):
-        raise ValueError(f"advantage_settings has {name}={value!r}, which is no name. Set it to one, or leave it out")
 
 
 def numbers_of(values: torch.Tensor) -> list[float]:

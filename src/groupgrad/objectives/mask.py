@@ -21,8 +21,8 @@ class Mask:
     """(L,) log-ratio (nats) of the policy to the sampler, no gradient, 0 outside the loss tokens; the batch; its
     settings -> bool, the tokens or rows that it keeps."""
     settings: type[Any] | None = None
-    """A frozen dataclass of settings of its own, which `off_policy_mask_settings` fills. Its `__post_init__` raises
-    ValueError, with what to set, for values that cannot work."""
+    """A frozen dataclass of settings of its own, which `off_policy_mask_settings` fills. `registry.setting` gives one
+    its range; a `__post_init__` raises ValueError, with what to set, for values that do not go together."""
     cutoff: Callable[[torch.Tensor, Any], float] | None = None
     """Log-ratios of all loss tokens of the step, its settings -> what `StepTotals.drift_cutoff` is set to before the
     step. Needs a forward pass wherever the sampler's log-probs are not those of the present policy."""

@@ -71,8 +71,9 @@ class Method:
     reads: tuple[str, ...] = ()
     """Fields of the configuration that the surrogate reads, and other losses may not."""
     settings: type[Any] | None = None
-    """A frozen dataclass of settings of its own, which `loss_settings` fills and `PolicyOptions.settings` holds. Its
-    `__post_init__` raises ValueError, with what to set, for values that cannot work."""
+    """A frozen dataclass of settings of its own, which `loss_settings` fills and `PolicyOptions.settings` holds.
+    `registry.setting` gives one its range; a `__post_init__` raises ValueError, with what to set, for values that do
+    not go together."""
     level: RatioLevel | None = None
     """The level of the ratio that the paper defines the loss for; None: either."""
     folds_mismatch: bool = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Generic, TypeVar
@@ -18,6 +19,32 @@ _KINDS: dict[type[Any], tuple[str, tuple[type[Any], ...]]] = {
     str: ("text", (str,)),
 }
 """Type of a setting's default -> what its value must be, in words and types."""
+
+
+@dataclass(slots=True, frozen=True)
+class Range:
+    """Values that a setting may have."""
+
+    words: str
+    """Such as "more than 0": they end "Set it to"."""
+    holds: Callable[[Any], bool]
+    """Says if a value is one of them; it has the type of the default."""
+
+
+MORE_THAN_0 = Range("more than 0", lambda value: value > 0)
+NOT_NEGATIVE = Range("0 or more", lambda value: 0 <= value < math.inf)
+FRACTION = Range("more than 0, less than 1", lambda value: 0 < value < 1)
+FROM_0_TO_1 = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def one_of_names(*names: str) -> Range:
+    """The range of these texts."""
+    return Range(f"{', '.join(names[:-1])} or {names[-1]}", lambda value: value in names)
+
+
+def setting(default: Any, allowed: Range, why: str) -> Any:
+    """A field of a record of settings, with its range. `why` ends the sentence on other values: "leaves no token"."""
+    return field(default=default, metadata={"range": allowed, "why": why})
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,6 +82,22 @@ class Registry(Generic[T]):
         return found
 
 
+def described_settings(known: Mapping[str, Any]) -> str:
+    """The settings of definitions by their names, each with its default, and its range if it has one."""
+    owners: dict[type[Any], list[str]] = {}
+    for name, definition in known.items():
+        if definition.settings is not None:
+            owners.setdefault(definition.settings, []).append(name)
+    return "; ".join(
+        f"{', '.join(names)}: {', '.join(map(_with_range, fields(settings)))}" for settings, names in owners.items()
+    )
+
+
+def _with_range(one: Field[Any]) -> str:
+    limits: Range | None = one.metadata.get("range")
+    return f"{one.name}={one.default}{'' if limits is None else f' ({limits.words})'}"
+
+
 def registry_of(name: str, paths: Sequence[str], option: str, attribute: str, kind: type[T]) -> Registry[T]:
     """The registry of a package with this name and these `__path__`, each of whose modules has the attribute."""
     modules = {module.name: import_module(f"{name}.{module.name}") for module in iter_modules(paths)}
@@ -66,12 +109,17 @@ def make_settings(settings: type[Any] | None, values: Mapping[str, Any], *, opti
 
     `option` is where the values are set, `owner` the option that names the definition.
     """
-    defaults: dict[str, object] = {} if settings is None else {field.name: field.default for field in fields(settings)}
+    known = {} if settings is None else {one.name: one for one in fields(settings)}
     for name, value in values.items():
-        if name not in defaults:
-            known = f"it has {', '.join(defaults)}" if defaults else f"this {owner} has none"
-            raise ValueError(f"{option} has {name!r}, but {known}{did_you_mean(name, list(defaults), before='; ')}")
-        kind, allowed = _KINDS.get(type(defaults[name]), ("", (object,)))
-        if not isinstance(value, allowed) or (kind and isinstance(value, bool)):
+        if name not in known:
+            others = f"it has {', '.join(known)}" if known else f"this {owner} has none"
+            raise ValueError(f"{option} has {name!r}, but {others}{did_you_mean(name, list(known), before='; ')}")
+        default: object = known[name].default
+        kind, types = _KINDS.get(type(default), ("", (object,)))
+        if not isinstance(value, types) or (kind and isinstance(value, bool)):
             raise ValueError(f"{option} has {name}={value!r}, which is no {kind}")
+        limits: Range | None = known[name].metadata.get("range")
+        if limits is not None and not limits.holds(value):
+            why = known[name].metadata["why"]
+            raise ValueError(f"{option} has {name}={value!r}, which {why}. Set it to {limits.words}")
     return None if settings is None else settings(**values)

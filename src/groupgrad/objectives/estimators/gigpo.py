@@ -15,7 +15,6 @@ Source: arXiv:2505.10978.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -27,29 +26,25 @@ from groupgrad.objectives.estimator import (
     Estimator,
     ScoredGroups,
     about_mean,
-    check_name,
-    check_number,
     numbers_of,
     scaled,
 )
 from groupgrad.objectives.estimators.group import relative_to_group
+from groupgrad.objectives.registry import FROM_0_TO_1, NOT_NEGATIVE, Range, setting
+
+NAME = Range("a name, or None", lambda value: isinstance(value, (str, type(None))))
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of GiGPO."""
 
-    omega: float = 1.0
+    omega: float = setting(1.0, NOT_NEGATIVE, "turns the second term round")
     """Weight of the second term."""
-    discount: float = 0.95
+    discount: float = setting(0.95, FROM_0_TO_1, "has no sum over many turns")
     """Factor of a reward for each turn that it comes later."""
-    state: str | None = None
+    state: str | None = setting(None, NAME, "is no name")
     """Attribute or property of the environment that is its state."""
-
-    def __post_init__(self) -> None:
-        check_number("omega", self.omega, math.inf)
-        check_number("discount", self.discount, 1)
-        check_name("state", self.state)
 
 
 def episodes_and_states(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:

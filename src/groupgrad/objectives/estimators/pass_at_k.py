@@ -24,18 +24,15 @@ import torch
 
 from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups
 from groupgrad.objectives.estimators.rloo import leave_one_out
+from groupgrad.objectives.registry import Range, setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of pass@k."""
 
-    k: int = 4
+    k: int = setting(4, Range("1 or more", lambda value: value >= 1), "is no number of samples")
     """Samples of which the best counts."""
-
-    def __post_init__(self) -> None:
-        if type(self.k) is not int or self.k < 1:
-            raise ValueError(f"advantage_settings has k={self.k!r}, which is no number of samples. Set it to 1 or more")
 
 
 def added_to_the_best(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:

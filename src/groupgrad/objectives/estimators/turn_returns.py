@@ -29,20 +29,17 @@ from groupgrad.objectives.estimator import (
     Estimator,
     ScoredGroups,
     about_mean,
-    check_number,
     scaled,
 )
+from groupgrad.objectives.registry import FROM_0_TO_1, setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of turn returns."""
 
-    discount: float = 1.0
+    discount: float = setting(1.0, FROM_0_TO_1, "has no sum over many turns")
     """Factor of a reward for each turn that it comes later."""
-
-    def __post_init__(self) -> None:
-        check_number("discount", self.discount, 1)
 
 
 def relative_to_same_turn(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:

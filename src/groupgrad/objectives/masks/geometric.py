@@ -20,19 +20,17 @@ from groupgrad.batch import Batch
 from groupgrad.objectives.mask import Mask
 from groupgrad.objectives.masks import k1
 from groupgrad.objectives.ragged import PerRow, PerToken
+from groupgrad.objectives.registry import setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of the geometric mask."""
 
-    low: float = 0.99
+    low: float = setting(0.99, k1.LOW, "leaves out an unmoved policy")
     """Smallest geometric mean that is kept."""
-    high: float = 1.01
+    high: float = setting(1.01, k1.HIGH, "leaves out an unmoved policy")
     """Largest geometric mean that is kept."""
-
-    def __post_init__(self) -> None:
-        k1.Settings("sequence_mean", self.low, self.high)
 
 
 def within(log_ratio: torch.Tensor, batch: Batch, settings: Settings) -> PerToken | PerRow:

@@ -22,28 +22,23 @@ import torch
 
 from groupgrad.batch import Batch
 from groupgrad.objectives.mask import Mask, at_level
-from groupgrad.objectives.options import one_of
 from groupgrad.objectives.ragged import PerRow, PerToken
+from groupgrad.objectives.registry import Range, one_of_names, setting
+
+LOW = Range("more than 0, at most 1", lambda value: 0 < value <= 1)
+HIGH = Range("1 or more", lambda value: value >= 1)
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of k1."""
 
-    level: str = "token"
-    """token, sequence_mean or sequence_sum."""
-    low: float = 0.5
+    level: str = setting("token", one_of_names("token", "sequence_mean", "sequence_sum"), "is not known")
+    """What the band is for: each token, or the mean or sum of a completion's log-ratios."""
+    low: float = setting(0.5, LOW, "leaves out an unmoved policy")
     """Smallest ratio that is kept."""
-    high: float = 2.0
+    high: float = setting(2.0, HIGH, "leaves out an unmoved policy")
     """Largest ratio that is kept."""
-
-    def __post_init__(self) -> None:
-        one_of("off_policy_mask_settings has level", self.level, ("token", "sequence_mean", "sequence_sum"))
-        if not 0 < self.low <= 1 <= self.high:
-            raise ValueError(
-                f"off_policy_mask_settings has low={self.low} and high={self.high}, which leave out an unmoved policy. "
-                "Set low to at most 1, above 0, and high to 1 or more"
-            )
 
 
 def within(log_ratio: torch.Tensor, batch: Batch, settings: Settings) -> PerToken | PerRow:

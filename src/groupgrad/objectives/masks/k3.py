@@ -18,26 +18,18 @@ import torch
 
 from groupgrad.batch import Batch
 from groupgrad.objectives.mask import LEVELS, Mask, at_level
-from groupgrad.objectives.options import one_of
 from groupgrad.objectives.ragged import PerRow, PerToken
+from groupgrad.objectives.registry import NOT_NEGATIVE, one_of_names, setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of masks by a divergence."""
 
-    level: str = "sequence_mean"
-    """token, sequence_mean, sequence_sum or sequence_max."""
-    threshold: float = 0.01
+    level: str = setting("sequence_mean", one_of_names(*LEVELS), "is not known")
+    """What the threshold is of: each token, or the mean, sum or largest of a completion."""
+    threshold: float = setting(0.01, NOT_NEGATIVE, "leaves out an unmoved policy")
     """Largest divergence that is kept, nats."""
-
-    def __post_init__(self) -> None:
-        one_of("off_policy_mask_settings has level", self.level, LEVELS)
-        if not self.threshold >= 0:
-            raise ValueError(
-                f"off_policy_mask_settings has threshold={self.threshold}, which leaves out an unmoved policy. Set it "
-                "to 0 or more"
-            )
 
 
 def below(log_ratio: torch.Tensor, batch: Batch, settings: Settings) -> PerToken | PerRow:

@@ -22,18 +22,15 @@ import torch
 from groupgrad.batch import Batch
 from groupgrad.objectives.mask import Mask
 from groupgrad.objectives.ragged import PerToken
+from groupgrad.objectives.registry import NOT_NEGATIVE, setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of M2PO."""
 
-    tau: float = 0.04
+    tau: float = setting(0.04, NOT_NEGATIVE, "keeps no token")
     """Largest second moment of the log-ratios, nats squared."""
-
-    def __post_init__(self) -> None:
-        if not self.tau >= 0:
-            raise ValueError(f"off_policy_mask_settings has tau={self.tau}, which keeps no token. Set it to 0 or more")
 
 
 def largest_kept(log_ratios: torch.Tensor, settings: Settings) -> float:

@@ -25,13 +25,14 @@ from groupgrad.objectives.covariance import covariances, num_of
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.method import Method, PolicyTerms, StepTokens, TokenLoss
 from groupgrad.objectives.options import PolicyOptions
+from groupgrad.objectives.registry import FRACTION, setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of Clip-Cov."""
 
-    share: float = 0.0002
+    share: float = setting(0.0002, FRACTION, "is no part of the tokens")
     """Share of the step's tokens that train nothing."""
     low: float = 1.0
     """Smallest covariance of a token that may be drawn."""
@@ -39,10 +40,6 @@ class Settings:
     """Largest covariance of a token that may be drawn."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise ValueError(
-                f"loss_settings has share={self.share}, which is no part of the tokens. Set it above 0, below 1"
-            )
         if not self.low < self.high:
             raise ValueError(
                 f"loss_settings has low={self.low} and high={self.high}, which no covariance is between. Set low below "

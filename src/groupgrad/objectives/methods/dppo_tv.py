@@ -23,23 +23,17 @@ import torch
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss, sampler_logprobs
 from groupgrad.objectives.options import PolicyOptions
+from groupgrad.objectives.registry import MORE_THAN_0, setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of DPPO."""
 
-    threshold: float = 0.2
+    threshold: float = setting(0.2, MORE_THAN_0, "leaves no token")
     """Divergence of a token's probability from the sampler's from which on it is left out; the paper's value for TV."""
-    ceiling: float = 20.0
+    ceiling: float = setting(20.0, MORE_THAN_0, "leaves no token")
     """Largest weight of a token."""
-
-    def __post_init__(self) -> None:
-        for name in ("threshold", "ceiling"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"loss_settings has {name}={getattr(self, name)}, which leaves no token. Set it above 0"
-                )
 
 
 Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

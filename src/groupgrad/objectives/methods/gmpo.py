@@ -22,18 +22,15 @@ from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import PerRow, broadcast_to_tokens, row_sum
+from groupgrad.objectives.registry import MORE_THAN_0, setting
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """Settings of GMPO."""
 
-    clip: float = 0.4
+    clip: float = setting(0.4, MORE_THAN_0, "leaves no ratio but 1")
     """Bound of a token's log-ratio, nats."""
-
-    def __post_init__(self) -> None:
-        if not self.clip > 0:
-            raise ValueError(f"loss_settings has clip={self.clip}, which leaves no ratio but 1. Set it above 0")
 
 
 def geometric_mean(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:

@@ -25,6 +25,7 @@ from groupgrad.objectives.covariance import covariances, num_of
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.method import Method, PolicyTerms, StepTokens, TokenLoss
 from groupgrad.objectives.options import PolicyOptions
+from groupgrad.objectives.registry import FRACTION, MORE_THAN_0, setting
 from groupgrad.objectives.terms import ROUNDING_NATS
 
 
@@ -32,18 +33,10 @@ from groupgrad.objectives.terms import ROUNDING_NATS
 class Settings:
     """Settings of KL-Cov."""
 
-    share: float = 0.0002
+    share: float = setting(0.0002, FRACTION, "is no part of the tokens")
     """Share of the step's tokens that have the penalty."""
-    coef: float = 1.0
+    coef: float = setting(1.0, MORE_THAN_0, "is no penalty")
     """Weight of the penalty."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise ValueError(
-                f"loss_settings has share={self.share}, which is no part of the tokens. Set it above 0, below 1"
-            )
-        if not self.coef > 0:
-            raise ValueError(f"loss_settings has coef={self.coef}, which is no penalty. Set it above 0")
 
 
 def highest(tokens: StepTokens, options: PolicyOptions, generator: torch.Generator) -> torch.Tensor:
