@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from groupgrad.errors import RewardError
-from groupgrad.rewards import REWARD_FUNCTIONS, accuracy_reward
+from groupgrad.rewards import REWARD_FUNCTIONS, accuracy_reward, get_length_penalized_reward
 from groupgrad.rewards.reward_runner import RewardRunner
 
 
@@ -353,8 +353,9 @@ def test_invalid_arguments_fail_at_construction(functions, classes, error, messa
 
 def test_a_missing_math_verify_fails_at_construction(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'math-verify"):
-        RewardRunner([length, functools.partial(accuracy_reward, a=1)])
+    for reward in (functools.partial(accuracy_reward, a=1), get_length_penalized_reward(accuracy_reward)):
+        with pytest.raises(ImportError, match=r"pip install 'math-verify"):
+            RewardRunner([length, reward])
 
 
 def test_the_registry_scores(run):
@@ -367,9 +368,10 @@ def test_the_registry_scores(run):
         "soft_overlong_punishment_reward",
         "cosine_scaled_reward",
         "repetition_penalty_reward",
+        "length_penalized_accuracy_reward",
     ]
     cosine = 0.5 + 0.25 * (1 + math.cos(math.pi * 26 / 1280))
-    assert table.rewards.tolist()[0] == pytest.approx([1.0, 1.0, 1.0, 0.0, cosine, 0.0])
+    assert table.rewards.tolist()[0] == pytest.approx([1.0, 1.0, 1.0, 0.0, cosine, 0.0, 1.0])
 
 
 # Rewards of environments, failed rollouts

@@ -8,6 +8,7 @@ import pickle
 import pytest
 
 from groupgrad.rewards import (
+    accuracy_reward,
     get_cosine_scaled_reward,
     get_length_penalized_reward,
     get_repetition_penalty_reward,
@@ -136,6 +137,13 @@ def test_a_penalized_reward_asks_for_what_its_function_needs(make_rollouts):
         make_rollouts(["a", "b"], [{"prompt": "p", "answer": "a"}] * 2)
     )
     assert table.names == ["length_penalized_right"] and table.rewards.flatten().tolist() == [1.0, 0.0]
+
+
+def test_a_penalized_accuracy_starts_its_processes_as_the_accuracy_does():
+    penalized = get_length_penalized_reward(accuracy_reward)
+    assert getattr(penalized, "starts_processes", False) and not hasattr(
+        get_length_penalized_reward(right), "check_ready"
+    )
 
 
 def test_a_penalty_that_cannot_work_is_refused():

@@ -37,6 +37,7 @@ REWARD_FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {
     "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
     "get_cosine_scaled_reward": get_cosine_scaled_reward(max_len=1280),
     "get_repetition_penalty_reward": get_repetition_penalty_reward(ngram_size=3, max_penalty=-1.0),
+    "get_length_penalized_reward": get_length_penalized_reward(accuracy_reward),
 }
 """Reward functions by their command-line name; a factory's name stands for its function with the arguments here."""
 

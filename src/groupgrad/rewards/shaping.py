@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from groupgrad.concurrency.callables import is_async
+from groupgrad.concurrency.callables import innermost, is_async
 from groupgrad.rewards.accuracy import accuracy_reward, requires_math_verify
 from groupgrad.rewards.text import turn_text
 
@@ -152,6 +152,8 @@ class _LengthPenalized:
     """A reward function with a penalty for length; its arguments are those of the reward, and what it needs itself."""
 
     def __init__(self, reward: RewardFunction, penalty: float):
+        # Such as the `check_ready` of `accuracy_reward`.
+        self.__dict__.update(getattr(innermost(reward), "__dict__", {}))
         self._reward, self._penalty = reward, penalty
         self.__name__ = f"length_penalized_{getattr(reward, '__name__', 'reward')}"
         parameters = dict(inspect.signature(reward).parameters)
