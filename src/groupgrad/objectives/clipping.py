@@ -1,4 +1,4 @@
-"""The clipped surrogate, which five losses average in different ways, and what it measures."""
+"""The clipped surrogate, which `grpo` and its relatives average in different ways, and what it measures."""
 
 from __future__ import annotations
 

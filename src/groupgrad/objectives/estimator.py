@@ -118,7 +118,7 @@ class Estimator:
 
     estimate: Callable[[ScoredGroups, AdvantageOptions], Estimate]
     reads: tuple[str, ...] = ()
-    """Fields of the configuration that it reads, and other estimators may not."""
+    """Fields of the configuration that it reads; estimators that do not name them leave them without effect."""
     settings: type[Any] | None = None
     """A frozen dataclass of settings of its own, which `advantage_settings` fills. `registry.setting` gives one its
     range; a `__post_init__` raises ValueError, with what to set, for values that do not go together."""

@@ -69,7 +69,7 @@ class Method:
     surrogate: Callable[[PolicyTerms, PolicyOptions], TokenLoss]
     reduction: Reduction
     reads: tuple[str, ...] = ()
-    """Fields of the configuration that the surrogate reads, and other losses may not."""
+    """Fields of the configuration that the surrogate reads; losses that do not name them leave them without effect."""
     settings: type[Any] | None = None
     """A frozen dataclass of settings of its own, which `loss_settings` fills and `PolicyOptions.settings` holds.
     `registry.setting` gives one its range; a `__post_init__` raises ValueError, with what to set, for values that do

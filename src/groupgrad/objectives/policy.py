@@ -135,6 +135,7 @@ def _token_terms(
 
 
 def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions, near: torch.Tensor | None) -> PolicyTerms:
+    method = find_method(options.loss_type)
     log_ratio = policy_log_ratio(scores.logprobs, batch.old_logprobs, batch)
     correction = None
     if options.mismatch is not None and batch.sampling_logprobs is not None:
@@ -143,16 +144,16 @@ def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions, near: torc
     kept = _high_entropy(scores.entropy, batch)
     if near is not None:
         kept = kept & near
-    if batch.selected is not None and find_method(options.loss_type).leaves_out_selected:
+    if batch.selected is not None and method.leaves_out_selected:
         kept = kept & ~batch.selected
     threshold = options.off_policy_mask_threshold
     if threshold is not None:
         kept = kept & _small_drift(scores.logprobs, batch, threshold)
-    if correction is not None and not find_method(options.loss_type).folds_mismatch:
+    if correction is not None and not method.folds_mismatch:
         kept = kept & (broadcast_to_tokens(correction, batch) != 0)
     gap = None if options.beta == 0 else _reference_gap(scores, batch, options)
     log_level_ratio = at_level(log_ratio, batch, options.importance_sampling_level)
-    ratio = policy_ratio(log_level_ratio, _unbounded(log_level_ratio, kept, gap, batch, options))
+    ratio = policy_ratio(log_level_ratio, _where_unbounded(log_level_ratio, kept, gap, batch, options))
     return PolicyTerms(
         batch,
         where_trained(scores.logprobs, batch),
@@ -167,7 +168,7 @@ def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions, near: torc
     )
 
 
-def _unbounded(
+def _where_unbounded(
     log_ratio: PerToken | PerRow,
     kept: torch.Tensor,
     gap: torch.Tensor | None,

@@ -1,4 +1,4 @@
-"""Finds losses, estimators and masks by name: each is a file of a package, or a module of the user's own."""
+"""Finds losses, estimators and masks by name, in a package or a module of a user's own, and makes their settings."""
 
 from __future__ import annotations
 
