@@ -123,7 +123,9 @@ def _score_rows(
     tap: StatesTap | None = None,
 ) -> TokenScores:
     """The plain path: lays out the rows, hooks the output head, and runs the model once."""
-    inputs = _inputs_for(model, batch, options)
+    inputs = forward_inputs(model, batch, options)
+    if batch.has_images:
+        inputs = with_images(model, batch, inputs)
     hook = _hook_for(batch, inputs, options, precomputed, tap)
     score_pass = partial(_score_pass, model, options=options)
     # Dense rows have no flat tokens to cut: every rank of the group computes them all.
@@ -135,19 +137,17 @@ def _score_rows(
     return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
 
 
-def _inputs_for(model: nn.Module, batch: Batch, options: ForwardOptions) -> ForwardInputs:
-    """The rows in the model's layout, with their images."""
+def forward_inputs(model: nn.Module, batch: Batch, options: ForwardOptions) -> ForwardInputs:
+    """The rows of a batch without branches in the layout of `model`, without their images."""
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     if layout == "dense":
-        inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
-    else:
-        inputs = flat_inputs(
-            batch,
-            shared_prompts=layout == "shared",
-            shared_prefixes=continues_prefixes(model),
-            aux_loss=options.aux_loss,
-        )
-    return with_images(model, batch, inputs) if batch.has_images else inputs
+        return dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
+    return flat_inputs(
+        batch,
+        shared_prompts=layout == "shared",
+        shared_prefixes=continues_prefixes(model),
+        aux_loss=options.aux_loss,
+    )
 
 
 def _needs_placeholder(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from groupgrad import dist
-from groupgrad.batch import Batch, wholes_of
+from groupgrad.batch import Batch
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.scoring.attention import continues_prefixes
-from groupgrad.scoring.forward import ForwardOptions, layout_for, score_tokens
+from groupgrad.scoring.forward import ForwardOptions, forward_inputs, layout_for, score_tokens
 from groupgrad.scoring.fused_modules import compiled_parts, restore_modules
 from groupgrad.scoring.self_check import random_batch, reversed_prompts
 from groupgrad.types import Prompt
@@ -33,10 +32,11 @@ def activation_bytes_per_token(model: nn.Module, options: ForwardOptions, batch:
     States of recurrent layers are saved once a row, so longer rows save less per token. Tensors that do not grow with
     the tokens (weights, copies of them in another precision) do not count.
     """
+    options = replace(options, aux_loss=False)
     small = random_batch(model) if batch is None else batch
     large = Batch.concat([small, reversed_prompts(small)])
     saved = [_saved_bytes(model, batch, options) for batch in (small, large)]
-    return (saved[1] - saved[0]) / (_num_tokens(large) - _num_tokens(small))
+    return (saved[1] - saved[0]) / (_num_tokens(model, large, options) - _num_tokens(model, small, options))
 
 
 def activation_bytes_per_value(model: nn.Module, options: ForwardOptions, example: Prompt, per_token: float) -> float:
@@ -44,9 +44,10 @@ def activation_bytes_per_value(model: nn.Module, options: ForwardOptions, exampl
 
     `per_token` is the result of `activation_bytes_per_token`.
     """
+    options = replace(options, aux_loss=False)
     batches = [random_batch(model), random_batch(model, example)]
     saved = [_saved_bytes(model, batch, options) for batch in batches]
-    num_tokens = _num_tokens(batches[1]) - _num_tokens(batches[0])
+    num_tokens = _num_tokens(model, batches[1], options) - _num_tokens(model, batches[0], options)
     values = _num_image_values(model, options, batches[1])
     return max(0.0, (saved[1] - saved[0] - per_token * num_tokens) / max(1, values))
 
@@ -62,9 +63,9 @@ def _num_image_values(model: nn.Module, options: ForwardOptions, batch: Batch) -
     return sum(tensor.numel() for media in images if media is not None for tensor in media.tensors.values())
 
 
-def _num_tokens(batch: Batch) -> int:
-    """Tokens that a pass computes: the last one of a completion predicts nothing."""
-    return len(batch.prompt_ids) + batch.num_tokens - batch.num_rows
+def _num_tokens(model: nn.Module, batch: Batch, options: ForwardOptions) -> int:
+    """Tokens that a pass computes, padding included."""
+    return forward_inputs(model, batch.by_branch(), options).shape.numel()
 
 
 def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int:
@@ -83,7 +84,7 @@ def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int
     try:
         # `stays`: training has no hooks, and with them the modules would not compute as in training.
         with torch.random.fork_rng(devices), torch.enable_grad(), compiled_parts(model, stays=True), hooks:
-            score_tokens(model, batch, replace(options, aux_loss=False))
+            score_tokens(model, batch, options)
     finally:
         restore_modules(model)
     return sum(storage.nbytes() for storage in storages.values())
@@ -124,16 +125,8 @@ class CheckpointingByNeed:
 
     def prepare(self, batch: Batch) -> None:
         """Switches gradient checkpointing for a forward pass of the batch. Collective if it `is_joint`."""
-        has_branches, batch = batch.branches is not None, batch.by_branch()
-        num_tokens = _num_tokens(batch)
-        is_shared = layout_for(self._model, self._options) == "shared" and not self._options.aux_loss
-        if has_branches and is_shared and continues_prefixes(self._model):
-            prompts = dict(enumerate(batch.prompts()))
-            num_tokens -= sum(len(prompts[number]) for number in wholes_of(prompts))  # parts of longer ones
+        num_tokens = _num_tokens(self._model, batch, self._options)
         num_values = _num_image_values(self._model, self._options, batch) if batch.has_images else 0
-        if batch.num_rows and layout_for(self._model, self._options) == "dense":
-            lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
-            num_tokens = batch.num_rows * int(lengths.max())
         device = next(self._model.parameters()).device
         needed = num_tokens * self._bytes_per_token + num_values * self._bytes_per_value
         free = FREE_FRACTION * (free_bytes(device) - self._gradients_to_come(device))
