@@ -105,6 +105,7 @@ def policies(make_model: Callable[..., Any]) -> dict[tuple[bool, bool], Any]:
 
 @pytest.mark.quick("dapo", "luspo", "vespo")
 @pytest.mark.parametrize("loss_type", sorted(LOSSES))
+@pytest.mark.usefixtures("short_beginnings")
 @settings(max_examples=2, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=batches(), level=st.sampled_from(["token", "sequence"]))
 def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch, level):
@@ -146,6 +147,7 @@ def test_recomputed_layers_see_the_plan_of_their_own_forward_pass(make_model, us
     torch.testing.assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("short_beginnings")
 def test_every_architecture_gives_the_dense_numbers(any_model, monkeypatch):
     if flat_obstacle(any_model) is not None:
         pytest.skip(str(flat_obstacle(any_model)))

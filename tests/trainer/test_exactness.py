@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from dense_objective import dense_advantages, dense_loss, scores
 from rank_cases import loss_settings
 
 from groupgrad.objectives import LOSSES as ALL_LOSSES
+from groupgrad.scoring import forward
+from groupgrad.scoring.beginnings import with_beginnings_once
 
 SPLITS = [(8, 2), (4, 4), (2, 8)]
 """(per_device_train_batch_size, gradient_accumulation_steps) of the same 16 rows as (16, 1)."""
@@ -158,9 +161,18 @@ def test_gradient_checkpointing_changes_nothing(run, tools):
 
 
 @pytest.mark.quick("dapo-rows")
-@pytest.mark.parametrize(("loss_type", "shuffle_rows"), [("grpo", "groups"), ("dapo", "groups"), ("dapo", "rows")])
-def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss_type, shuffle_rows):
-    """Four steps of AdamW on the recorded rollouts, in two batches of two, with a KL term at temperature 0.8."""
+@pytest.mark.parametrize(
+    ("loss_type", "shuffle_rows", "system"),
+    [("grpo", "groups", ""), ("dapo", "groups", ""), ("dapo", "rows", ""), ("dapo", "groups", "system" * 11)],
+    ids=["grpo-groups", "dapo-groups", "dapo-rows", "system"],
+)
+def test_equals_a_plain_dense_trainer(
+    train, make_policy, tokenizer, tools, loss_type, shuffle_rows, system, monkeypatch
+):
+    """Four steps of AdamW on the recorded rollouts, in two batches of two, with a KL term at temperature 0.8.
+
+    The prompts have one system prompt or two, of which one begins with the other.
+    """
     batches: list[tuple[list[list[int]], list[list[int]], list[float]]] = []
 
     def record(prompts, completion_ids, **kwargs):
@@ -168,12 +180,21 @@ def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss
         batches.append(([tokenizer(p)["input_ids"] for p in prompts], completion_ids, rewards))
         return rewards
 
+    num_copied: list[int] = []
+
+    def counted(inputs):
+        num_copied.append((inputs := with_beginnings_once(inputs)).num_copied)
+        return inputs
+
+    monkeypatch.setattr(forward, "with_beginnings_once", counted)
     policy = make_policy()
+    texts = [system * (1 + row % 2) + text for row, text in enumerate(tools.PROMPTS)]
     trainer = train(
         model=policy,
+        train_dataset=Dataset.from_dict({"prompt": texts}),
         reward_funcs=record,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=4,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
         loss_type=loss_type,
         shuffle_rows=shuffle_rows,
         beta=0.1,
@@ -195,7 +216,7 @@ def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss
         with torch.no_grad():
             old, ref = (scores(model, prompts, completions, 0.8)[0] for model in (dense, reference))
         steps = [
-            [row for s in half for row in trainer.plan.slice_rows(0, s, number)] for half in (range(4), range(4, 8))
+            [row for s in half for row in trainer.plan.slice_rows(0, s, number)] for half in (range(2), range(2, 4))
         ]
         assert (steps == [[*range(16)], [*range(16, 32)]]) is (shuffle_rows == "groups")
         for rows in steps:
@@ -210,6 +231,7 @@ def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss
             optimizer.step()
             losses.append(float(loss.detach()))
     assert len(batches) == 2
+    assert (max(num_copied) > len(system)) is bool(system)
     assert [entry["loss"] for entry in trainer.state.log_history[:-1]] == pytest.approx(losses, abs=1e-5)
     assert tools.relative(tools.weights(policy), tools.weights(dense)) < 1e-5
 

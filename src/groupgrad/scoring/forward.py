@@ -25,6 +25,7 @@ from groupgrad.models.adapters import dora_scales_kept
 from groupgrad.models.shards import gather_per_module, is_fully_sharded, is_sharded, is_zero_sharded
 from groupgrad.models.unwrapping import output_head, unwrap
 from groupgrad.scoring.attention import attention_dropout, continues_prefixes, flat_obstacle, without_cudnn_attention
+from groupgrad.scoring.beginnings import with_beginnings_once
 from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.fused_modules import compiled_parts
 from groupgrad.scoring.head_hook import HeadHook, StatesTap
@@ -142,12 +143,11 @@ def forward_inputs(model: nn.Module, batch: Batch, options: ForwardOptions) -> F
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     if layout == "dense":
         return dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
-    return flat_inputs(
-        batch,
-        shared_prompts=layout == "shared",
-        shared_prefixes=continues_prefixes(model),
-        aux_loss=options.aux_loss,
-    )
+    continues = continues_prefixes(model)
+    inputs = flat_inputs(batch, shared_prompts=layout == "shared", shared_prefixes=continues, aux_loss=options.aux_loss)
+    # The load-balancing loss counts the tokens of every prompt, and a ring of ranks has no layout with copies.
+    is_whole = batch.has_images or options.aux_loss or options.rank_group is not None
+    return with_beginnings_once(inputs) if continues and not is_whole else inputs
 
 
 def _needs_placeholder(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:

@@ -43,7 +43,9 @@ class ForwardInputs:
     attention: AttentionLayout | None = None
     """Attention of flat tokens; None for dense rows."""
     spans: list[TokenSpan] = field(default_factory=list)
-    """All flat tokens, in order; empty for dense rows."""
+    """All flat tokens, in order; empty for dense rows and where tokens are copied."""
+    num_copied: int = 0
+    """Copies of flat tokens in attention (`beginnings.py`)."""
     hooks: Callable[[nn.Module], AbstractContextManager[None]] | None = None
     """Hooks on the model for the time of its pass: its embedding gets the ids of sampled placeholders of images."""
 
