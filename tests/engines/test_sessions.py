@@ -228,6 +228,21 @@ def test_a_turn_costs_its_new_tokens_only(build):
         assert (engine.statistics.num_preempted, engine.statistics.num_waited) == (0, 0)
 
 
+def test_what_new_prompts_begin_with_alike_is_computed_once(build):
+    """In three turns: one prompt, what begins as it does, and the one that has 80 tokens more in common with those.
+
+    Ten tokens more are not worth a turn.
+    """
+    model = build("qwen3", max_position_embeddings=256)
+    engine, other = NativeEngine(model), [9] * 70
+    prompts = [[*STORED, 7], [*STORED[:70], 8, 8], [*STORED, *other, 44], [*STORED, *other, 45, 46], [44], [45, 9]]
+    requests = [Request(prompt, seed, 6) for seed, prompt in enumerate(prompts)]
+    samples = engine.sample(requests, ENDLESS)
+    assert engine.statistics.num_prefilled == 72 + 11 + (10 + 71) + 2 + 1 + 2
+    for request, sample in zip(requests, samples):
+        assert_same_samples([sample], NativeEngine(model).sample([request], ENDLESS))
+
+
 @pytest.mark.parametrize("prompt", [LONG, [14]])
 def test_a_prompt_that_is_stored_is_joined(prompt: list[int], build):
     """While a prompt is stored, a new request costs its last token, for the logits after it."""

@@ -21,7 +21,7 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.kernels import library, status
 from groupgrad.scoring.attention import unplug
-from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.scoring.forward import ForwardOptions, forward_inputs, score_tokens, score_without_gradient
 from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.scoring.tiled_head import PrecomputedGradient
 from groupgrad.types import Prompt, Rollout
@@ -252,6 +252,23 @@ def test_many_rows_behind_one_prompt(kind: str):
     model = make(kind)
     submitted = [Request([5, 6, 7, *range(10, 40)], i, 1 + i % 9) for i in range(139)]
     assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", ["mistral, window", "qwen3", "qwen3, eight queries a key"])
+def test_prompts_that_begin_alike(kind: str):
+    """Each of them samples as it does alone; two have more in common than the others."""
+    model, system, more = make(kind), [5 + i * i % 90 for i in range(150)], [*range(10, 80)]
+    prompts = [[*system, 7, 8], [*system, *more, 9], [*system, *more, 11, 12], [*system, *range(90, 200)]]
+    submitted = [Request(prompts[i % 4], i, 3 + 5 * i) for i in range(8)]
+    engine = NativeEngine(model)
+    samples = engine.sample(submitted, OPTIONS)
+    assert engine.statistics.num_prefilled == 150 + 2 + (70 + 1) + 2 + 110
+    assert samples == [NativeEngine(model).sample([request], OPTIONS)[0] for request in submitted]
+    rows = rows_of(submitted, samples)
+    inputs = forward_inputs(model, batch_of(rows), ForwardOptions())
+    assert len(inputs.ids) == 150 + 2 + (70 + 1) + 2 + 110 + sum(len(row.ids) - 1 for row in rows)
+    assert_trained_alike(model, rows)
 
 
 @pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen3"])

@@ -44,6 +44,9 @@ begin all prompts with a few equal tokens, whose copies would save nothing."""
 RUN_SECONDS = 0.05
 """Decode steps run for about this long between calls of the scheduler; a small model's step takes less."""
 
+_Begun = tuple[Group, Group, int]
+"""A prompt to be computed, one in which its first tokens are stored, and the number of these."""
+
 
 @dataclass(slots=True)
 class Statistics:
@@ -241,35 +244,56 @@ class NativeSession:
         without_logits = {id(s.group): s.group for s in fresh if s.group.first_logits is None}.values()
         stored = [group for group in without_logits if group not in new_groups]
         has_states = bool(self._cache.state_tokens)
-        begun = [(group, 0 if has_states else self._copy_beginning(group, new_groups)) for group in new_groups]
-        self._prefill_prompts([*begun, *((g, _start_of_last_pass(g, has_states)) for g in stored)])
+        turns = self._in_turn([g for g in new_groups if g.media is None and not has_states], len(new_groups)) or [[]]
+        turns[0] += [(g, g, _start_of_last_pass(g, has_states)) for g in stored]
+        turns[0] += [(g, g, 0) for g in new_groups if g.media is not None or has_states]
+        for begun in turns:
+            self._prefill_prompts(begun)
         first_slot = len(self._scheduler.running) - len(sequences)
         slots = list(enumerate(sequences, first_slot))
         self._cache.begin_suffixes([(slot, s.group.slot) for slot, s in slots if not s.num_stored])
         self._sample_first_tokens(fresh)
         self._prefill_suffixes([(slot, s) for slot, s in slots if s.num_stored])
 
-    def _copy_beginning(self, group: Group, new_groups: list[Group]) -> int:
-        """Copies what a new prompt has in common with a stored one; returns the number of tokens.
+    def _in_turn(self, groups: list[Group], num_new: int) -> list[list[_Begun]]:
+        """New prompts, in lists to be computed one after the other.
+
+        A prompt that has more in common with another new one than with those stored, such as a system prompt, comes
+        in a later list than that one.
+        """
+        waiting, turns = [self._begun(group, num_new) for group in groups], []
+        # In this order a prompt begins with as much of the one before it as of any earlier one.
+        waiting.sort(key=lambda begun: begun[0].prompt_ids)
+        while waiting:
+            now, later = waiting[:1], []
+            for group, source, start in waiting[1:]:
+                last = now[-1][0]
+                common = _num_common(group.prompt_ids[:-1], last.prompt_ids, start + LEAST_COPIED)
+                (later if common else now).append((group, last, common) if common else (group, source, start))
+            turns.append(now)
+            waiting = later
+        return turns
+
+    def _begun(self, group: Group, num_new: int) -> _Begun:
+        """A new prompt, with the stored one that it has most in common with.
 
         An agent that rewrites its history, or opens a sub-agent, sends a new prompt that begins as an earlier one.
         """
         # The last token is computed, for the logits after it.
         most, ids, source = 0, group.prompt_ids[:-1], group
-        if group.media is not None:
-            return 0
-        for other in self._scheduler.groups[: -len(new_groups)]:  # new ones are the last
+        for other in self._scheduler.groups[:-num_new]:  # new ones are the last
             if most < len(ids) and other.media is None:
                 common = _num_common(ids, other.prompt_ids, max(LEAST_COPIED, most + 1))
                 most, source = (common, other) if common else (most, source)
-        if most:
-            self._cache.prompts.move([(source.slot, group.slot)], most)
-        return most
+        return group, source, most
 
-    def _prefill_prompts(self, groups: list[tuple[Group, int]]) -> None:
+    def _prefill_prompts(self, begun: list[_Begun]) -> None:
         """Computes prompts, each from a place on; the tokens before it are stored."""
-        runs = [PrefillRun(g.prompt_ids[start:], g.slot, start, images=g.prompt_images) for g, start in groups]
-        for pack in _packs(list(zip((group for group, _ in groups), runs)), self._prefill_tokens):
+        for group, source, start in begun:
+            if source is not group:
+                self._cache.prompts.move([(source.slot, group.slot)], start)
+        runs = [(g, PrefillRun(g.prompt_ids[start:], g.slot, start, images=g.prompt_images)) for g, _, start in begun]
+        for pack in _packs(runs, self._prefill_tokens):
             for (group, _), row in zip(pack, self._prefill([run for _, run in pack], self._cache.prompts)):
                 if group.num_fresh:
                     group.first_logits = row
