@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from groupgrad.types import Branch, Media
@@ -233,6 +234,13 @@ class Batch:
             **{name: None if values is None else values[row_of] for name, values in of_rows.items()},
         )
 
+    def common_beginning(self) -> int:
+        """Number of tokens that all distinct prompts begin with; 0 if there are fewer than `LEAST_SHARED`."""
+        bounds, ids = integers(self.prompt_offsets), on_host(self.prompt_ids).numpy()
+        prompts = sorted((ids[start:end] for start, end in pairwise(bounds)), key=np.ndarray.tobytes)
+        common = num_common(prompts[0], prompts[-1]) if len(prompts) > 1 else 0
+        return common if common >= LEAST_SHARED else 0
+
     def prompts(self) -> list[tuple[int, ...]]:
         """The token ids of the Q distinct prompts."""
         ids, bounds = integers(self.prompt_ids), integers(self.prompt_offsets)
@@ -302,6 +310,18 @@ def wholes_of(sequences: Mapping[int, _Sequence]) -> dict[int, int]:
         if sequences[following][: len(sequences[number])] == sequences[number]:
             wholes[number] = wholes.get(following, following)
     return wholes
+
+
+LEAST_SHARED = 64
+"""Tokens that prompts must begin with alike for a pass to compute them once. Chat templates begin all prompts with a
+few equal tokens, which would save nothing."""
+
+
+def num_common(some: np.ndarray, others: np.ndarray) -> int:
+    """Number of tokens with which both begin."""
+    length = min(len(some), len(others))
+    different = np.flatnonzero(some[:length] != others[:length])
+    return int(different[0]) if len(different) else length
 
 
 def _tokens_of(offsets: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groupgrad.batch import LEAST_SHARED
 from groupgrad.batching.collate import collate
-from groupgrad.batching.packing import RowCost, pack, row_costs, split, total_cost
+from groupgrad.batching.packing import RowCost, pack, row_costs, split, split_to_size, total_cost
 from groupgrad.objectives import FORWARD, FORWARD_AND_BACKWARD, NO_PASS
 from groupgrad.types import Prompt, Rollout
 
@@ -41,6 +42,33 @@ def test_costs_follow_the_passes_that_rows_need():
     assert row_costs(batch, [FORWARD_AND_BACKWARD] * 4) == costs
     costs = [RowCost(3, 6, 0), RowCost(2, 2, 0), RowCost(0, 0, 1), RowCost(4, 3, 1)]
     assert row_costs(batch, [FORWARD_AND_BACKWARD, FORWARD, NO_PASS, FORWARD]) == costs
+
+
+def test_what_all_prompts_begin_with_costs_once_in_a_micro_batch():
+    system = list(range(100, 100 + LEAST_SHARED))
+    prompts = [Prompt([*system, *ids], {"prompt": "x"}, i) for i, ids in enumerate([[5], [5, 6], []])]
+    rollouts = [Rollout(prompts[i // 2], i, [1] * (i + 1), "eos", "", "") for i in range(6)]
+    batch = collate(rollouts, [0.0] * 6, mask_truncated=False)
+    passes = [FORWARD_AND_BACKWARD, FORWARD, FORWARD, NO_PASS, FORWARD, FORWARD]
+    costs = row_costs(batch, passes, shares_beginnings=True)
+    size = LEAST_SHARED
+    assert costs[:2] == [RowCost(3, 3, 0, 3 * size), RowCost(2, 1, 0, size)]
+    assert costs[2:] == [RowCost(3, 2, 1, size), RowCost(0, 0, 1, 0), RowCost(5, 0, 2, size), RowCost(6, 0, 2, size)]
+    assert total_cost(costs) == 3 + 2 + 3 + 5 + 6 + 3 + 2 + 3 * size
+    assert total_cost(costs[1:]) == total_cost(row_costs(batch, passes)[1:]) - 2 * size
+    assert [batch.select(rows).common_beginning() for rows in ([1, 2], [1, 4], [0, 1])] == [size + 1, size, 0]
+
+
+def test_passes_of_many_groups_behind_one_beginning():
+    """Beside a beginning of 100, a part of 300 has room for two groups of 80."""
+    costs = [RowCost(20, 40, group, 100) for group in range(6) for _ in range(2)]
+    parts = split_to_size(costs, 300)
+    assert parts == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert bin_costs(costs, parts) == [260] * 3
+    assert split_to_size(costs, total_cost(costs)) == [list(range(12))]
+    assert len(split_to_size(costs, 90)) == 6
+    one = [RowCost(100, 0, 0, 100)] * 40
+    assert len(split_to_size(one, 500)) == 3  # two beginnings more are 200 of 4,100
 
 
 def test_attention_costs_each_token_before_and_itself():

@@ -10,13 +10,13 @@ import torch
 from ragged_rows import assert_same_gradients, gradients
 from tiny_hybrids import make_hybrid
 
-from groupgrad.batch import Batch
+from groupgrad.batch import LEAST_SHARED, Batch
 from groupgrad.dist import RankGroup
 from groupgrad.kernels import library
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.scoring import forward
 from groupgrad.scoring.attention_layout import AttentionCall
-from groupgrad.scoring.beginnings import LEAST_SHARED, _Runs, with_beginnings_once
+from groupgrad.scoring.beginnings import _Runs, with_beginnings_once
 from groupgrad.scoring.forward import ForwardOptions, build_batch, forward_inputs, score_tokens
 from groupgrad.scoring.gradient_checkpointing import COPY_FRACTION, _saved_bytes
 from groupgrad.scoring.layout import flat_layout

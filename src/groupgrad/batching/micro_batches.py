@@ -136,6 +136,8 @@ class MicroBatchRules:
     """The ranks first give rows to each other (`balance_over_ranks`)."""
     attention_cost: float = 0.0
     """Cost of one token's attention to another; the unit is the forward pass of a token (`row_costs`)."""
+    shares_beginnings: bool = False
+    """A pass computes once what several prompts begin with."""
     rank_group: dist.RankGroup | None = None
     """Ranks that make their passes together, so that each of them has the rows of all; None: each has its own."""
 
@@ -168,13 +170,14 @@ def assign_micro_batches(
         batch, assigned = rows_of_group(batch, assigned, rules.rank_group)
     needed = passes_of(batch)
     if len(assigned) > 1 and not is_local:
-        assigned = pack(row_costs(batch, needed), assigned)
+        assigned = pack(row_costs(batch, needed, shares_beginnings=rules.shares_beginnings), assigned)
     for rows in assigned:
         if rows and (rules.backward_everywhere or FORWARD_AND_BACKWARD not in needed):
             _keep_a_live_row(batch, rows, needed)
     num_tokens = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
     batch = replace(batch, step_row=torch.arange(batch.num_rows))
-    step = StepRows(batch, needed, row_costs(batch, needed), batch.loss_tokens.tolist(), num_tokens.tolist())
+    costs = row_costs(batch, needed, shares_beginnings=rules.shares_beginnings)
+    step = StepRows(batch, needed, costs, batch.loss_tokens.tolist(), num_tokens.tolist())
     return [MicroBatch(step, rows) for rows in assigned]
 
 

@@ -6,7 +6,7 @@ The micro-batch of a row changes no result: the denominators are those of the wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from groupgrad.batch import Batch
 from groupgrad.objectives import FORWARD, FORWARD_AND_BACKWARD
@@ -29,25 +29,30 @@ class RowCost:
     """Cost of the prompt; rows of one group in one micro-batch pay the largest of theirs, once."""
     group: int
     """Rows with the same number share their prompt."""
+    beginning: int = 0
+    """Cost of what all prompts begin with, which is not in `prompt`; the rows of a micro-batch pay it once."""
 
 
-def row_costs(batch: Batch, passes: Sequence[int], attention_cost: float = 0.0) -> list[RowCost]:
+def row_costs(
+    batch: Batch, passes: Sequence[int], attention_cost: float = 0.0, *, shares_beginnings: bool = False
+) -> list[RowCost]:
     """The cost of each row of a batch, whose (B,) `passes` are `NO_PASS` (costs 0), `FORWARD` and so on.
 
     `attention_cost` is that of one token's attention to another, in forward passes of a token; a token attends to its
-    prompt, the tokens before it and itself.
+    prompt, the tokens before it and itself. With `shares_beginnings` a pass computes once what prompts begin with.
     """
     completions, prompts = batch.offsets.diff().tolist(), batch.prompt_offsets.diff().tolist()
     for row, branches in enumerate(batch.branches or ()):
         completions[row] += sum(len(branch.context) for branch in branches)
     weights = [_WEIGHTS.get(needed, 0) for needed in passes]
     groups = batch.prompt_of_row.tolist()
+    common = batch.common_beginning() if shares_beginnings and not batch.has_images else 0
 
     def cost(length: int, before: int) -> int:
         return length + round(attention_cost * length * (before + (length + 1) / 2))
 
     return [
-        RowCost(w * cost(length, prompts[g]), w * cost(prompts[g], 0), g)
+        RowCost(w * cost(length, prompts[g]), w * (cost(prompts[g], 0) - common), g, w * common)
         for w, length, g in zip(weights, completions, groups)
     ]
 
@@ -55,11 +60,12 @@ def row_costs(batch: Batch, passes: Sequence[int], attention_cost: float = 0.0) 
 def total_cost(costs: Iterable[RowCost]) -> int:
     """The cost of a micro-batch of these rows."""
     prompts: dict[int, int] = {}
-    completions = 0
+    completions = beginning = 0
     for cost in costs:
         completions += cost.completion
+        beginning = max(beginning, cost.beginning)
         prompts[cost.group] = max(prompts.get(cost.group, 0), cost.prompt)
-    return completions + sum(prompts.values())
+    return completions + sum(prompts.values()) + beginning
 
 
 def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -107,7 +113,7 @@ def split_to_size(costs: Sequence[RowCost], limit: int) -> list[list[int]]:
 
 def _pieces_to_size(costs: Sequence[RowCost], rows: list[int], limit: int) -> list[list[int]]:
     """The rows of one group, cut for its size."""
-    size, prompt = total_cost(costs[row] for row in rows), max(costs[row].prompt for row in rows)
+    size, prompt = total_cost(costs[row] for row in rows), max(costs[row].prompt + costs[row].beginning for row in rows)
     count = min(len(rows), -(-size // limit))
     if prompt:
         count = min(count, 1 + int(_MOST_REPEATED * size / prompt))
@@ -118,10 +124,12 @@ def _split_between_groups(costs: Sequence[RowCost], groups: list[list[int]], lim
     """The rows of whole groups in parts of similar cost, each at most `limit` or one group."""
     if not groups:
         return []
-    sizes = [total_cost(costs[row] for row in rows) for rows in groups]
+    beginning = max(costs[row].beginning for rows in groups for row in rows)
+    limit = max(1, limit - beginning)
+    sizes = [total_cost(replace(costs[row], beginning=0) for row in rows) for rows in groups]
     fair = sum(sizes) / max(1, -(-sum(sizes) // limit))
     parts: list[list[int]] = [[]]
-    without = 0  # whole groups share no prompt, so that their costs add up
+    without = 0  # beside the beginning whole groups share nothing, so that their costs add up
     for rows, size in zip(groups, sizes):
         joined = without + size
         if parts[-1] and (joined > limit or abs(joined - fair) > abs(without - fair)):

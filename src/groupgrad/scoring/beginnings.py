@@ -15,14 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from groupgrad.batch import on_host, to_device
+from groupgrad.batch import LEAST_SHARED, num_common, on_host, to_device
 from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.block_attention import BlockLayout
 from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.layout import ForwardInputs
-
-LEAST_SHARED = 64
-"""Tokens that two prompts must begin with for these to be computed once; copies of fewer cost more than they save."""
 
 _Run = tuple[int, int]
 """The first of consecutive tokens, and their number."""
@@ -66,7 +63,7 @@ def with_beginnings_once(inputs: ForwardInputs) -> ForwardInputs:
     prompts = {span.start: ids[span.start : span.start + span.length] for span in spans if span.row is None}
     # In this order each prompt begins with as much of the one before it as of any earlier one.
     for before, start in pairwise(sorted(prompts, key=lambda start: prompts[start].tobytes())):
-        common = _num_common(prompts[before], prompts[start])
+        common = num_common(prompts[before], prompts[start])
         if common >= LEAST_SHARED:
             source[start : start + common] = source[before : before + common]
     kept = np.flatnonzero(source == np.arange(len(ids)))
@@ -84,13 +81,6 @@ def with_beginnings_once(inputs: ForwardInputs) -> ForwardInputs:
         spans=[],
         num_copied=len(copied) - len(kept),
     )
-
-
-def _num_common(some: np.ndarray, others: np.ndarray) -> int:
-    """Number of tokens with which both begin."""
-    length = min(len(some), len(others))
-    different = np.flatnonzero(some[:length] != others[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _runs(places: np.ndarray) -> list[_Run]:

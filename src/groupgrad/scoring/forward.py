@@ -77,6 +77,15 @@ def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
     return "packed" if options.aux_loss and not options.weighs_balance else "shared"
 
 
+def shares_beginnings(model: nn.Module, options: ForwardOptions) -> bool:
+    """True if passes without images compute once what several prompts begin with.
+
+    The load-balancing loss counts the tokens of every prompt, and on a ring of ranks no layout has copies of tokens.
+    """
+    is_shared = layout_for(model, options) == "shared" and continues_prefixes(model)
+    return is_shared and not options.aux_loss and options.rank_group is None
+
+
 def errors_of_passes(model: nn.Module) -> AbstractContextManager[None]:
     """Context of passes that score whole rows: an error in one is raised on all ranks, unless they share the model.
 
@@ -143,11 +152,13 @@ def forward_inputs(model: nn.Module, batch: Batch, options: ForwardOptions) -> F
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     if layout == "dense":
         return dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
-    continues = continues_prefixes(model)
-    inputs = flat_inputs(batch, shared_prompts=layout == "shared", shared_prefixes=continues, aux_loss=options.aux_loss)
-    # The load-balancing loss counts the tokens of every prompt, and a ring of ranks has no layout with copies.
-    is_whole = batch.has_images or options.aux_loss or options.rank_group is not None
-    return with_beginnings_once(inputs) if continues and not is_whole else inputs
+    inputs = flat_inputs(
+        batch,
+        shared_prompts=layout == "shared",
+        shared_prefixes=continues_prefixes(model),
+        aux_loss=options.aux_loss,
+    )
+    return with_beginnings_once(inputs) if shares_beginnings(model, options) and not batch.has_images else inputs
 
 
 def _needs_placeholder(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:

@@ -53,7 +53,7 @@ from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.attention_cost import attention_cost
-from groupgrad.scoring.forward import errors_of_passes, score_tokens
+from groupgrad.scoring.forward import errors_of_passes, score_tokens, shares_beginnings
 from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer import build, component_options, dataset_checks
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
@@ -525,6 +525,7 @@ class GRPOTrainer(Hooks):
             one_pass=is_shared,
             balance_ranks=balances,
             attention_cost=attention_cost(self.model) if balances else 0.0,
+            shares_beginnings=shares_beginnings(self.model, self.components.forward_options),
             rank_group=rank_group,
         )
 
