@@ -30,13 +30,19 @@ class CopyingLayout(BlockLayout):
 
     def __init__(self, spans: Sequence[TokenSpan], copied: Sequence[_Run], kept: Sequence[_Run]):
         super().__init__(spans)
-        self._copied, self._kept = copied, kept
-        """The runs of the T tokens that are the tokens of the spans, and the runs of these that are the T tokens."""
+        self._copied = copied
+        """Those of the T tokens that the tokens of the spans are, in order."""
+        self._kept = kept
+        """Those of the tokens of the spans whose outputs are the T outputs, in order."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
-        copies = (_Runs.apply(x.transpose(0, 1), self._copied).transpose(0, 1) for x in (query, key, value))  # pyright: ignore[reportOptionalMemberAccess]
-        return _Runs.apply(super().attend(*copies, call), self._kept)  # pyright: ignore[reportReturnType]
+        query, key, value = (_taken(x.transpose(0, 1), self._copied).transpose(0, 1) for x in (query, key, value))
+        return _taken(super().attend(query, key, value, call), self._kept)
+
+
+def _taken(values: torch.Tensor, runs: Sequence[_Run]) -> torch.Tensor:
+    return _Runs.apply(values, runs)  # pyright: ignore[reportReturnType]
 
 
 class _Runs(torch.autograd.Function):

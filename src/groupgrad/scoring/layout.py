@@ -1,8 +1,9 @@
 """Lays out a batch for the forward pass that scores it, in one of three layouts.
 
 The shared layout has each distinct prompt once, followed by its rows; a prompt that begins a longer one is a part of
-it. The packed layout has a copy of the prompt for each row. Both are flat and without padding; the last token of a
-completion predicts nothing, so it is left out. The dense layout has a padded row for each completion.
+it. (`beginnings.py` takes out what prompts have in common otherwise.) The packed layout has a copy of the prompt for
+each row. Both are flat and without padding; the last token of a completion predicts nothing, so it is left out. The
+dense layout has a padded row for each completion.
 """
 
 from __future__ import annotations
