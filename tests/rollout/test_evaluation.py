@@ -45,7 +45,7 @@ def run(evaluate: Evaluator, batch: EvalBatch = BATCH) -> Any:
 
 def test_the_loss_is_that_of_the_present_policy(model, tokenizer):
     """At ratio 1 the token mean of -A is -sum(length * A) / sum(length), the row mean -mean(A) = 0."""
-    scored, metrics = run(evaluator(model, tokenizer))
+    scored, metrics, _ = run(evaluator(model, tokenizer))
     lengths = torch.tensor([len(rollout.completion_ids) for rollout in scored.rollouts], dtype=torch.float64)
     advantages = scored.advantages
     assert len(set(lengths.tolist())) > 1
@@ -53,7 +53,7 @@ def test_the_loss_is_that_of_the_present_policy(model, tokenizer):
     assert abs(expected) > 1e-3
     assert metrics["loss"].read() == pytest.approx(expected, rel=1e-5)
     assert float(metrics["loss"].weight) == float(lengths.sum())
-    _, by_rows = run(evaluator(model, tokenizer, loss_type="grpo"))
+    _, by_rows, _ = run(evaluator(model, tokenizer, loss_type="grpo"))
     assert by_rows["loss"].read() == pytest.approx(0.0, abs=1e-6)
     assert float(by_rows["loss"].weight) == 6.0
 
@@ -92,7 +92,7 @@ def test_what_sampling_knows_is_not_computed_again(model, tokenizer, monkeypatch
     rollouts: Any = evaluate.collector.rollouts
     rollouts.engine = Reporting(rollouts.engine)
     monkeypatch.setattr(evaluation, "score_without_gradient", lambda *args, **_: pytest.fail("the policy was run"))
-    scored, metrics = run(evaluate)
+    scored, metrics, _ = run(evaluate)
     numbers = [1.25 + 0.5 * (i % 2) for rollout in scored.rollouts for i in range(len(rollout.completion_ids))]
     assert metrics["entropy"].read() == pytest.approx(sum(numbers) / len(numbers))
     if not options.get("top_entropy_quantile"):
