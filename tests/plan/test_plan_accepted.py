@@ -169,8 +169,8 @@ def test_devices_that_train_rows_together_are_named_where_they_make_a_way_fit(pl
     for words, sizes in (("--set torch_compile=true", {}), ("--set fsdp=true", {}), ("", {"attention_dropout": 0.1})):
         assert "train each row together" not in planned(f"{long} {words}", **sizes, code=1).out
     without = f"{long} --set disable_dropout=true"
-    assert "(--context-parallel-size 8), 4-bit fits." in planned(without, attention_dropout=0.1, code=1).out
-    planned(f"{without} --context-parallel-size 8", attention_dropout=0.1)
+    assert "(--context-parallel-size 4), 4-bit fits." in planned(without, attention_dropout=0.1, code=1).out
+    planned(f"{without} --context-parallel-size 4", attention_dropout=0.1)
     refusal = planned(f"{long} --context-parallel-size 4", attention_dropout=0.1, code=2).err
     assert "has an attention dropout of 0.1. Set disable_dropout=True" in re.sub(r"\s+", " ", refusal)
 
