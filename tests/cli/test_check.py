@@ -138,8 +138,8 @@ def test_the_time_of_evaluations_is_told(flags: list[str], completions: int, che
 @pytest.mark.parametrize(
     ("flags", "offer"),
     [
-        ([], r"ok +held-out +`(groupgrad eval \S*/model .*)` evaluates the model before training, on rows\.jsonl"),
-        (["--eval_strategy", "epoch"], "ok +held-out +eval_on_start=True also evaluates before the first step"),
+        ([], r"ok +baseline +`(groupgrad eval \S*/model .*)` evaluates the model before training, on rows\.jsonl"),
+        (["--eval_strategy", "epoch"], "ok +baseline +eval_on_start=True also evaluates before the first step"),
         (["--eval_strategy", "epoch", "--eval_on_start"], None),
     ],
 )
@@ -148,7 +148,7 @@ def test_an_evaluation_before_the_first_step_is_offered(
 ) -> None:
     """The command that is offered can be run."""
     _, shown, _ = checked("--dataset_test_name", "rows.jsonl", "--no-round", *flags)
-    found = re.search(offer or "held-out", shown)
+    found = re.search(offer or "baseline", shown)
     assert (found is None) == (offer is None)
     if found is not None and found.groups():
         assert main(shlex.split(found[1])[1:]) == 0

@@ -169,7 +169,7 @@ def _offer(parsed: Parsed) -> list[Finding]:
     if parsed.config.eval_on_start:
         return []
     if parsed.config.evaluates:
-        return [Finding("held-out", "eval_on_start=True also evaluates before the first step")]
+        return [Finding("baseline", "eval_on_start=True also evaluates before the first step")]
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--no-round", "--no_round", action="store_true")
     for flag in ("--prompts", "--model-name-or-path", "--model_name_or_path"):
@@ -177,7 +177,7 @@ def _offer(parsed: Parsed) -> list[Finding]:
     _, words = own.parse_known_args(parsed.command["argv"])
     command = shlex.join(["groupgrad", "eval", str(parsed.model.model_name_or_path), *words])
     sets = ", ".join(test_sets(parsed.script).values())
-    return [Finding("held-out", f"`{command}` evaluates the model before training, on {sets}")]
+    return [Finding("baseline", f"`{command}` evaluates the model before training, on {sets}")]
 
 
 def _count(findings: Sequence[Finding], status: Status) -> int:
