@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -113,3 +114,24 @@ def test_a_connection_outlives_the_pause_in_which_a_batch_is_trained():
         assert connection.sock is first
         time.sleep(7.0)
     address.close()
+
+
+def test_an_address_that_closes_tells_those_who_wait(capfd: pytest.CaptureFixture[str]):
+    """As where a signal stops a run while its programs wait for answers."""
+    asked = threading.Event()
+
+    class Busy(Session):
+        def ask(self, question: Question) -> Future[Answer]:
+            asked.set()
+            answer: Future[Answer] = Future()
+            answer.set_running_or_notify_cancel()
+            return answer
+
+    address = Address(make_app({"secret": Busy()}.get))
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(address.url).port, timeout=10)
+    connection.request("POST", PATHS[0], BODY, {"Authorization": "Bearer secret"})
+    assert asked.wait(10)
+    address.close()
+    response = connection.getresponse()
+    assert response.status == 503 and "has closed" in json.load(response)["error"]["message"]
+    assert "Traceback" not in capfd.readouterr().err

@@ -98,6 +98,8 @@ def make_app(
         except (BadRequest, asyncio.TimeoutError) as error:
             counts.refused += 1
             return _refusal(error if isinstance(error, BadRequest) else late(timeout_s or 0.0), form)
+        except asyncio.CancelledError:  # by uvicorn, as the address closes; raised, it would be logged for each request
+            return _refusal(BadRequest("the address has closed", status=503, code="closed"), form)
         finally:
             counts.under_way -= 1
         counts.answered += 1
