@@ -1,7 +1,7 @@
-"""Trains one of the programs with three seeds and draws its reward: `python curves.py PROGRAM MODEL PICTURE [key=value]`.
+"""Trains one of the programs with three seeds and draws its reward: `python curves.py PROGRAM MODEL PICTURE ...`.
 
-Prints the mean reward of the first and of the last ten steps, and by a one-sided t-test over the seeds how likely such a
-rise is by chance.
+Prints the mean reward of the first and of the last ten steps, and by a one-sided t-test over the seeds how likely such
+a rise is by chance.
 """
 
 import json
