@@ -26,7 +26,7 @@ SETTINGS_OF_LOSSES: dict[str, dict[str, Any]] = {
     "dppo_tv": {"loss_settings": {"threshold": 1e-3}},
     "dppo_kl": {"loss_settings": {"threshold": 1e-3}},
 }
-"""What a loss is trained with besides its defaults, which would hardly act on the few tokens of a small step."""
+"""Settings with which a loss acts on the few tokens of a small step; its defaults hardly would."""
 
 
 def loss_settings(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What prompts begin with alike is computed once, with the same numbers."""
+"""Beginnings that prompts share are computed once, with the same numbers."""
 
 from __future__ import annotations
 

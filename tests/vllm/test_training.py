@@ -134,7 +134,7 @@ def test_an_evaluation_samples_by_options_of_its_own(mode: str, train: Any) -> N
 
 
 def test_an_evaluation_has_the_enumerated_probabilities(mode: str, train: Any, tokenizer: Any) -> None:
-    """Of a model of three tokens, as with the other engines in tests/eval/test_measuring.py."""
+    """The model has three tokens; tests/eval/test_measuring.py has the other engines."""
     prompts = ["ab", "c", "7"]
     trainer = train(
         mode,

@@ -129,7 +129,7 @@ class GRPOConfig(GRPOSettings):
                 setattr(self, other, getattr(self, one))  # of the two names, the one that was assigned
         try:
             GRPOConfig.__post_init__(self)
-        except Exception:
+        except Exception:  # whatever it is, the assignment is taken back
             self.__dict__.update(before)
             raise
 

@@ -137,7 +137,7 @@ def is_split(name: str) -> bool:
 
 
 def logged(prompts: Sequence[PromptResult], measure: Measure, by: str | None = None) -> dict[str, float]:
-    """What a trainer logs of an evaluation beside the mean reward of its completions.
+    """The metrics of an evaluation that follow from its prompts.
 
     They are the means of `pass@k` and `maj@k`; the 95 % intervals of these and of the reward, as `NAME_low` and
     `NAME_high`; and of all three the means over the prompts of each value of the column `by`, as `NAME/by=value`. What

@@ -1,4 +1,4 @@
-"""Tells whether ranks hold parts of one model's parameters (FSDP 2, DeepSpeed ZeRO-3), and gathers them where they do.
+"""Tells whether the parameters of a model are sharded over ranks (FSDP 2, DeepSpeed ZeRO-3), and gathers them.
 
 Everything here serves a model on one device too, which it leaves as it is. `integrations/sharding` has what only a
 sharded model needs, and is imported when there is one.

@@ -150,10 +150,10 @@ class Saves:
             )
 
     def save_model(self, folder: str, *, pushes: bool, otherwise: Callable[[str, bool], None]) -> None:
-        """Collective for a sharded model, whose weights the main process writes whole; `otherwise` saves other models.
+        """Writes the model: one that is sharded as whole weights of the main process, another by `otherwise`.
 
-        `pushes` allows a push to the hub, which a checkpoint makes by itself. NonFiniteError for weights that are not
-        finite.
+        Collective for a sharded model. `pushes` allows a push to the hub, which a checkpoint makes by itself.
+        NonFiniteError for weights that are not finite.
         """
         trainer = self._trainer
         self.check_weights()

@@ -163,7 +163,7 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
 
 
 def _offer(parsed: Parsed) -> list[Finding]:
-    """How to evaluate the model before the first step, if the run does not."""
+    """Offers an evaluation of the model before the first step, where the run makes none."""
     from groupgrad.apps.cli.dataset import test_sets
 
     if parsed.config.eval_on_start:

@@ -1,4 +1,4 @@
-"""What the run that made a model has recorded of its data, rewards and sampling, for its evaluation."""
+"""Reads the data, rewards and sampling of the run that made a model, to evaluate the model with them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def recorded_fields(model: str) -> dict[str, Any]:
 
 
 def _of_command(command: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """What a command line and its YAML file gave; functions of their folder can be imported from then on."""
+    """The settings that a command line and its YAML file gave. Functions of their folder can then be imported."""
     parser, words = train_parser(), command["argv"]
     content = {key: value for key, value in (command["yaml"] or {}).items() if key != "env"}
     parser.take_run(content, origin)

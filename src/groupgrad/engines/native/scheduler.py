@@ -147,7 +147,7 @@ class Scheduler:
             return Admission([], [])
         try:
             return self._admit(sequences)
-        except Exception:
+        except Exception:  # also of a device out of memory: the session tries again with fewer
             self.waiting.extendleft(s for s in reversed(sequences) if s not in self.running)
             raise
 

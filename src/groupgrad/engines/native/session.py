@@ -220,7 +220,7 @@ class NativeSession:
         unsampled = [sequence for sequence in admission.sequences if not sequence.sampled_ids]
         try:
             self._compute_start(admission, fresh)
-        except Exception:
+        except Exception:  # also of a device out of memory
             for sequence in unsampled:  # admitted again, they draw the same tokens
                 sequence.sampled_ids.clear()
                 sequence.finish_reason = None

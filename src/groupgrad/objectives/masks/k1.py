@@ -34,7 +34,7 @@ class Settings:
     """Settings of k1."""
 
     level: str = setting("token", one_of_names("token", "sequence_mean", "sequence_sum"), "is not known")
-    """What the band is for: each token, or the mean or sum of a completion's log-ratios."""
+    """The band bounds each token's log-ratio, or the mean or the sum of those of a completion."""
     low: float = setting(0.5, LOW, "leaves out an unmoved policy")
     """Smallest ratio that is kept."""
     high: float = setting(2.0, HIGH, "leaves out an unmoved policy")

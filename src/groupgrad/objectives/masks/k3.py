@@ -27,7 +27,7 @@ class Settings:
     """Settings of masks by a divergence."""
 
     level: str = setting("sequence_mean", one_of_names(*LEVELS), "is not known")
-    """What the threshold is of: each token, or the mean, sum or largest of a completion."""
+    """The threshold bounds each token's divergence, or the mean, sum or largest one of a completion."""
     threshold: float = setting(0.01, NOT_NEGATIVE, "leaves out an unmoved policy")
     """Largest divergence that is kept, nats."""
 
