@@ -313,8 +313,8 @@ def wholes_of(sequences: Mapping[int, _Sequence]) -> dict[int, int]:
 
 
 LEAST_SHARED = 64
-"""Tokens that prompts must begin with alike for a pass to compute them once. Chat templates begin all prompts with a
-few equal tokens, which would save nothing."""
+"""Tokens that prompts must begin with alike to be computed once, in training and in groupgrad's engine. Chat templates
+begin all prompts with a few equal tokens, which would save nothing."""
 
 
 def num_common(some: np.ndarray, others: np.ndarray) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from groupgrad.activity import sign_of_life
+from groupgrad.batch import LEAST_SHARED
 from groupgrad.engines.base import Request, Sample
 from groupgrad.engines.native.attention_layouts import DecodeBatch, PrefillLayout, PrefillRun
 from groupgrad.engines.native.kv_cache import KVBuffer
@@ -36,10 +37,6 @@ PREFILL_TOKENS = 8192
 
 FIRST_TOKEN_ROWS = 64
 """First tokens sampled at once; the logits of a prompt are copied for each of its sequences."""
-
-LEAST_COPIED = 64
-"""Tokens that a prompt must have in common with a stored one for their keys and values to be copied. Chat templates
-begin all prompts with a few equal tokens, whose copies would save nothing."""
 
 RUN_SECONDS = 0.05
 """Decode steps run for about this long between calls of the scheduler; a small model's step takes less."""
@@ -268,7 +265,7 @@ class NativeSession:
             now, later = waiting[:1], []
             for group, source, start in waiting[1:]:
                 last = now[-1][0]
-                common = _num_common(group.prompt_ids[:-1], last.prompt_ids, start + LEAST_COPIED)
+                common = _num_common(group.prompt_ids[:-1], last.prompt_ids, start + LEAST_SHARED)
                 (later if common else now).append((group, last, common) if common else (group, source, start))
             turns.append(now)
             waiting = later
@@ -283,7 +280,7 @@ class NativeSession:
         most, ids, source = 0, group.prompt_ids[:-1], group
         for other in self._scheduler.groups[:-num_new]:  # new ones are the last
             if most < len(ids) and other.media is None:
-                common = _num_common(ids, other.prompt_ids, max(LEAST_COPIED, most + 1))
+                common = _num_common(ids, other.prompt_ids, max(LEAST_SHARED, most + 1))
                 most, source = (common, other) if common else (most, source)
         return group, source, most
 
