@@ -41,25 +41,12 @@ class GRPOConfig(GRPOSettings):
     the others.
     """
 
-    # A field, since fields are all that `dataclasses.replace` and `GRPOConfig(**config.to_dict())` pass on.
-    derived_settings: dict[str, Any] | None = dataclasses.field(
-        default=None,
-        compare=False,
-        metadata={
-            "help": "Written by the configuration, not to be set: each setting that followed from others, with its "
-            "value before and since, so that it follows again in a copy with other settings."
-        },
-    )
-
     def __post_init__(self) -> None:
         """Parses, completes and checks the settings; `settle` does so again for those that were assigned later."""
-        is_copy = "_settled" not in self.__dict__
-        followed = self._derive_again()
         self._parse_dicts()
         if texts := [text for text in parse_texts(self) if text.partition("=")[0] not in RANGES]:
             raise ConfigError(texts)
         legacy.take_over(self)
-        passed = {name: getattr(self, name, None) for name in option_values(self)}
         self._normalise()
         if uses_deepspeed(self):
             bound_waits()  # DeepSpeed compiles parts of itself, the first of them when processes meet
@@ -87,38 +74,16 @@ class GRPOConfig(GRPOSettings):
         if failure is not None:
             raise failure
         told, self._told = getattr(self, "_told", ()), rules.warnings_for(self)
-        if is_copy:
-            self._told += [
-                f"{name}={getattr(self, name)!r} in place of {value!r}: the copied configuration derived it from other "
-                f"settings, and so does this one. Assign config.{name} to have another value"
-                for name, value in followed.items()
-                if getattr(self, name) != value
-            ]
         for text in self._told:
             if text not in told:
                 warnings.warn(text, UserWarning, stacklevel=3)
         self._settled = option_values(self)
-        self.derived_settings = {
-            name: [value, copy.deepcopy(derived)]
-            for name, value in passed.items()
-            if isinstance(value, (int, float, type(None)))
-            and isinstance(derived := getattr(self, name), (int, float, str, dict, type(None)))
-            and derived != value
-        }
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a setting, which then no longer follows from others."""
-        super().__setattr__(name, value)
-        record = self.__dict__.get("derived_settings") if "_told" in self.__dict__ else None  # not while it is made
-        if record and name in record and name not in _TWO_NAMES:  # another dict, since copies share this one
-            self.__dict__["derived_settings"] = {other: pair for other, pair in record.items() if other != name}
 
     def settle(self) -> None:
         """Does for settings that were assigned after the config was made what its constructor does with them.
 
-        Settings that followed from others, such as `eval_steps` from `logging_steps`, follow from those assigned now,
-        unless they were assigned too. ConfigError that lists every setting that cannot work; the config then stays as
-        it was.
+        A setting that followed from others, such as `eval_steps` from `logging_steps`, keeps its value, as in
+        `TrainingArguments`. ConfigError that lists every setting that cannot work; the config then stays as it was.
         """
         now, then = option_values(self), getattr(self, "_settled", {})
         if now == then:
@@ -132,24 +97,6 @@ class GRPOConfig(GRPOSettings):
         except Exception:  # whatever it is, the assignment is taken back
             self.__dict__.update(before)
             raise
-
-    def _derive_again(self) -> dict[str, Any]:
-        """Takes settings that followed from others back to what they were, unless they have changed since.
-
-        Returns the values that they had. In a copy, one that was given again cannot be told from one that was copied.
-        """
-        record, self.derived_settings = self.derived_settings, None
-        if not isinstance(record, dict):
-            return {}
-        record = {name: pair for name, pair in record.items() if hasattr(self, name)}
-        for one, other in _TWO_NAMES.items():
-            # Only one of the two names has the new value.
-            if one in record and getattr(self, one) != record[one][1] == getattr(self, other, None):
-                setattr(self, other, getattr(self, one))
-        followed = {name: derived for name, (_, derived) in record.items() if getattr(self, name) == derived}
-        for name in followed:
-            setattr(self, name, record[name][0])
-        return {name: derived for name, derived in followed.items() if name not in _TWO_NAMES}
 
     def _parse_dicts(self) -> None:
         """Turns JSON text into dicts. Text that is no JSON object stays, and the rules report it."""
@@ -235,8 +182,7 @@ class GRPOConfig(GRPOSettings):
 
 def option_values(config: GRPOConfig) -> dict[str, Any]:
     """Every setting by its name, as text where it could change in place."""
-    names = (field.name for field in dataclasses.fields(config) if field.name != "derived_settings")
-    values = {name: getattr(config, name, None) for name in names}
+    values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
     return {name: v if isinstance(v, (int, float, str, type(None))) else repr(v) for name, v in values.items()}
 
 

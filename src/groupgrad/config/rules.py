@@ -170,6 +170,12 @@ RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(
+        lambda c: c.greater_is_better is False and "reward" in str(c.metric_for_best_model),
+        "greater_is_better=False with metric_for_best_model={c.metric_for_best_model!r} keeps the model with the "
+        "lowest reward. Set greater_is_better=True",
+        warns=True,
+    ),
+    Rule(
         lambda c: conditions.strategy(c.save_strategy) == "best" and conditions.strategy(c.eval_strategy) == "no",
         "save_strategy='best' with eval_strategy='no' never knows a best model. Set eval_strategy='steps' and "
         "metric_for_best_model='reward', or save_strategy='steps'",

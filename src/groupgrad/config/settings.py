@@ -3,7 +3,7 @@
 
 Fields hold what the user set. They are never filled in with values derived from other fields, so that a copy
 (`dataclasses.replace`, `GRPOConfig(**config.to_dict())`, `copy`, `pickle`) equals the original and can change any one
-of them. Derived values are read-only properties. Those that transformers fills in are named in `derived_settings`.
+of them. Derived values are read-only properties.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _PREFIXES = (
 )
 _WITHOUT_INFLUENCE = {
     *("allow_partial_resume", "auto_find_batch_size", "ddp_timeout", "debug", "disable_tqdm", "do_eval"),
-    *("derived_settings", "do_predict", "do_train", "enable_jit_checkpoint", "greater_is_better"),
+    *("do_predict", "do_train", "enable_jit_checkpoint", "greater_is_better"),
     *("include_for_metrics", "include_num_input_tokens_seen", "load_best_model_at_end", "local_rank"),
     *("metric_for_best_model", "num_completions_to_print", "num_generations_eval", "output_dir"),
     "per_device_eval_batch_size",

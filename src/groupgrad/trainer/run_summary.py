@@ -149,7 +149,7 @@ def run_configuration(
         "sampling": sampling_settings(trainer),
         "data": data,
         "command": command,
-        "settings": without_secrets(trainer.args.to_dict() | {"derived_settings": None}),
+        "settings": without_secrets(trainer.args.to_dict()),
     }
 
 

@@ -122,8 +122,6 @@ class FieldParser(HelpfulParser, HfArgumentParser):
         flag, *others = self._actions[num_actions:]
         for other in others:  # --no_x_y
             other.help = argparse.SUPPRESS
-        if field.name == "derived_settings":  # which configurations write for their copies
-            flag.help = argparse.SUPPRESS
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         options = typing.get_args(hint) if is_union else (hint,)
         self._kinds[field.name] = {typing.get_origin(option) or option for option in options}

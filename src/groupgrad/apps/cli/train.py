@@ -301,7 +301,7 @@ def quantization_config(model: ModelArguments) -> Any:
     )
 
 
-_COMPUTED = ("logging_dir", "deepspeed_plugin", "derived_settings")
+_COMPUTED = ("logging_dir", "deepspeed_plugin")
 """Fields that are derived from others and say no more than they."""
 _CONVERTED = ("accelerator_config", "debug", "disable_tqdm")
 """Fields whose default transformers writes in another form."""
