@@ -43,12 +43,6 @@ def config(**settings):
     ("settings", "words"),
     [
         ({"fsdp_config": {"version": 1}}, ["fsdp_version 1", "only FSDP 2 is supported"]),
-        ({"fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, ["'SIZE_BASED_WRAP'", "a layer of the model"]),
-        ({"fsdp_config": {"min_num_params": 7}}, ["min_num_params 7", "transformer_layer_cls_to_wrap"]),
-        (
-            {"fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": False},
-            ["activation_checkpointing on", "gradient_checkpointing=False"],
-        ),
         ({"optim": "adafactor"}, ["optim='adafactor'", "adamw_torch, adamw_torch_fused, sgd"]),
         ({"fp16": True}, ["fp16=True (set bf16=True, or neither)"]),
         ({"save_in_background": True}, ["save_in_background=True (set it to False)"]),
@@ -69,14 +63,6 @@ def test_what_fsdp_does_not_go_with_is_refused_in_words(two_processes, settings,
     assert all(word in problem for word in words), problem
 
 
-@pytest.mark.parametrize("options", ["hybrid_shard", "hybrid_shard_zero2 auto_wrap", ["hybrid_shard"]])
-def test_hybrid_sharding_is_refused_with_what_fsdp_2_has(two_processes, options):
-    with pytest.raises(ConfigError) as caught:
-        config(fsdp=options)
-    assert "an option of FSDP 1" in str(caught.value) and "Set fsdp='full_shard'" in str(caught.value)
-    assert "fsdp_config['version'] = 1" not in str(caught.value)
-
-
 def test_a_configuration_takes_effect(two_processes):
     made = config(fsdp="shard_grad_op", fsdp_config={"transformer_layer_cls_to_wrap": "Block"})
     options = fsdp_options(made)
@@ -88,13 +74,11 @@ def test_a_configuration_takes_effect(two_processes):
 
 
 def test_settings_without_effect_are_named(two_processes):
-    unread = {"state_dict_type": "FULL_STATE_DICT", "reshard_after_forwart": False}
-    text = "without effect under FSDP 2: state_dict_type='FULL_STATE_DICT', reshard_after_forwart=False"
+    unread = {"state_dict_type": "FULL_STATE_DICT", "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 7}
+    text = "'FULL_STATE_DICT', auto_wrap_policy='SIZE_BASED_WRAP', min_num_params=7"
     with pytest.warns(UserWarning, match=text):
         config(fsdp=True, fsdp_config=unread)
-    with pytest.warns(UserWarning, match="deals out the groups itself: even_batches=False"):
-        config(accelerator_config={"even_batches": False})
-    with pytest.warns(UserWarning, match=r"ddp_bucket_cap_mb=7 \(FSDP joins the gradients\)"):
+    with pytest.warns(UserWarning, match=r"ddp_bucket_cap_mb=7 \(DeepSpeed or FSDP joins"):
         config(fsdp=True, ddp_bucket_cap_mb=7)
 
 

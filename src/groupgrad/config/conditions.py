@@ -6,16 +6,13 @@ Each returns the text that its rule's sentence shows as `{found}`, empty or None
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
-from groupgrad.config.field_rules import DICTS, field_problem, is_number
+from groupgrad.config.field_rules import DICTS, field_problem
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, shaping_fields, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
@@ -73,9 +70,9 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` that neither an engine nor `generate` knows, with the most similar."""
     if c.use_vllm:  # vLLM has names of its own, which `vllm_params.py` checks
         return ""
-    options = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS, *MOVED} - INTERNAL
-    unknown = [key for key in mapping(c.generation_kwargs) if key not in options]
-    return with_nearest(unknown, options - {*OWNED_KEYS, *MOVED})
+    options = {*vars(GenerationConfig()), "stop_strings"} - INTERNAL - MOVED
+    unknown = [key for key in mapping(c.generation_kwargs) if key not in options | OWNED_KEYS.keys()]
+    return with_nearest(unknown, options - OWNED_KEYS.keys())
 
 
 def chosen_by_loss(c: GRPOSettings) -> str:
@@ -141,32 +138,9 @@ TEMPLATE_KEYS = (
 )
 
 
-_CHECKPOINTING_KEYS = (
-    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
-)
-
-
 def strategy(value: Any) -> str:
     """The name of a strategy or scheduler, which is an enumeration or a text."""
     return str(getattr(value, "value", value))
-
-
-def unknown_checkpointing_keys(c: GRPOSettings) -> str:
-    """Lists the entries of `gradient_checkpointing_kwargs` that PyTorch does not know, with the most similar known."""
-    unknown = [key for key in mapping(c.gradient_checkpointing_kwargs) if key not in _CHECKPOINTING_KEYS]
-    return with_nearest(unknown, _CHECKPOINTING_KEYS)
-
-
-def unusable_folder(c: GRPOSettings) -> str | None:
-    """The reason why `output_dir` cannot be a folder to write to; None if it can."""
-    path = Path(os.path.abspath(os.path.expanduser(c.output_dir or ".")))
-    existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
-    try:
-        # The administrator has every right, and still cannot make folders everywhere.
-        tempfile.TemporaryDirectory(prefix=".groupgrad-", dir=existing).cleanup()
-    except OSError as error:
-        return f"a folder in {str(existing)!r} cannot be made ({error.strerror or error})"
-    return None
 
 
 def overridden_sampling(c: GRPOSettings) -> str:
@@ -249,18 +223,6 @@ def parallel_sizes(c: GRPOSettings) -> str:
     return entries({name: size for name in names if (size := getattr(c.parallelism_config, name, 1) or 1) > 1}, names)
 
 
-def loading_options(c: GRPOSettings) -> str:
-    """Lists accelerate's options of data loading that were changed."""
-    defaults = {"even_batches": True, "use_seedable_sampler": True, "non_blocking": False}
-    values = {name: getattr(c.accelerator_config, name, default) for name, default in defaults.items()}
-    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != defaults[name])
-
-
-def accumulation_kwargs(c: GRPOSettings) -> dict[str, Any]:
-    """Returns accelerate's options of gradient accumulation."""
-    return mapping(getattr(c.accelerator_config, "gradient_accumulation_kwargs", None))
-
-
 def fields_of_rows(c: GRPOSettings) -> str | None:
     """Finds entries of `generation_kwargs` that groupgrad sets for each row of vLLM's requests."""
     if overridden_sampling(c):
@@ -309,32 +271,6 @@ def rewards_beyond_watchdog(config: GRPOSettings) -> str | None:
     )
 
 
-_TOKENS = ("eos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
-
-
-def generation_problem(c: GRPOSettings) -> str:
-    """Describes tokens in `generation_kwargs` that are no ids, and a length at which none could end."""
-    kwargs = {} if c.use_vllm else mapping(c.generation_kwargs)
-    texts = [
-        f"{key}={kwargs[key]!r} is neither a token id nor a list of some. Set it to whole numbers, such as those of "
-        "tokenizer.convert_tokens_to_ids"
-        for key in _TOKENS
-        if not _are_ids(kwargs.get(key))
-    ]
-    smallest, longest = kwargs.get("min_new_tokens"), kwargs.get("max_new_tokens", c.max_completion_length)
-    if is_number(smallest) and is_number(longest) and smallest > longest:
-        texts.append(
-            f"min_new_tokens={smallest} is above the {longest} tokens that a completion may have, so none could end. "
-            f"Set it to at most {longest}"
-        )
-    return "; ".join(texts)
-
-
-def _are_ids(value: Any) -> bool:
-    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    return all(isinstance(number, int) and number >= 0 for number in ids)
-
-
 def switch_text(c: GRPOSettings) -> str | None:
     """Finds a text in a dict that was meant to be True or False, since every text counts as true."""
     for name in DICTS:
@@ -349,25 +285,21 @@ FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagra
 
 _FSDP_KEYS = (
     *("version", "reshard_after_forward", "activation_checkpointing", "transformer_layer_cls_to_wrap"),
-    *("auto_wrap_policy", "min_num_params", "cpu_offload", "offload_params"),
+    *("cpu_offload", "offload_params"),
 )
 
-_FSDP_FILLED_IN = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "activation_checkpointing_offload")
+_FSDP_FILLED_IN = (
+    *("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "activation_checkpointing_offload"),
+    "min_num_params",
+)
 """Options that transformers and the launcher add where they are off."""
-
-
-def other_wrapping(c: GRPOSettings) -> str:
-    """The setting by which parts other than layers would be sharded."""
-    settings = fsdp_settings(c)
-    policy = settings.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    if policy != "TRANSFORMER_BASED_WRAP":
-        return f"auto_wrap_policy {policy!r}"
-    return f"min_num_params {size}" if (size := settings.get("min_num_params")) else ""
 
 
 def unread_fsdp_keys(c: GRPOSettings) -> str:
     """Lists the keys of `fsdp_config` that FSDP 2 does not have here."""
     unread = {key: value for key, value in fsdp_settings(c).items() if key not in _FSDP_KEYS}
+    if unread.get("auto_wrap_policy") == "TRANSFORMER_BASED_WRAP":  # layer by layer, as here
+        del unread["auto_wrap_policy"]
     return ", ".join(f"{key}={value!r}" for key, value in unread.items() if value or key not in _FSDP_FILLED_IN)
 
 
@@ -386,10 +318,3 @@ def beside_fsdp(c: GRPOSettings) -> str:
         ).get("use_reentrant"),
     }
     return ", ".join(text for text, is_set in conflicts.items() if is_set)
-
-
-def hybrid_shard(c: GRPOSettings) -> str:
-    """The option that shards within machines alone, if it is set; transformers may have parsed the options already."""
-    options = c.fsdp.split() if isinstance(c.fsdp, str) else c.fsdp if isinstance(c.fsdp, list) else []
-    names = [str(getattr(option, "value", option)) for option in options]
-    return next((name for name in names if name.startswith("hybrid_shard")), "")

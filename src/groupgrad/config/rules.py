@@ -18,7 +18,6 @@ from groupgrad.config.field_rules import field_problems, is_number
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.config.unused_settings import unused_settings
-from groupgrad.engines.generation_options import MOVED
 from groupgrad.objectives import find_method
 
 RULES: tuple[Rule, ...] = (
@@ -34,12 +33,7 @@ RULES: tuple[Rule, ...] = (
         conditions.unknown_sampling_options,
         "generation_kwargs has {found}, which neither an engine nor transformers' GenerationConfig knows. Take it out",
     ),
-    Rule(
-        lambda c: not c.use_vllm and conditions.entries(c.generation_kwargs, MOVED),
-        "generation_kwargs has {found}, which transformers 5 moved from generate to code on the Hub. Take it out",
-    ),
     Rule(conditions.overridden_sampling, "in generation_kwargs, {found}"),
-    Rule(conditions.generation_problem, "in generation_kwargs, {found}"),
     Rule(
         lambda c: c.use_transformers_continuous_batching and c.rollout_engine != "auto",
         "use_transformers_continuous_batching=True and rollout_engine={c.rollout_engine!r} name two engines. Set "
@@ -54,14 +48,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: conditions.entries(c.chat_template_kwargs, conditions.TEMPLATE_KEYS),
         "chat_template_kwargs has {found}, which the trainer sets itself when it renders a prompt. Take it out",
     ),
-    Rule(
-        lambda c: c.engine_kv_memory is not None and parse_bytes(c.engine_kv_memory) is None,
-        "engine_kv_memory={c.engine_kv_memory!r} is no amount of memory. Set it to bytes with a unit, such as '4GiB' "
-        "or '512MB', or leave it unset",
-    ),
-    Rule(
-        lambda c: parse_bytes(c.rollouts_keep) is None and str(c.rollouts_keep) not in ("0", "None"),
-        "rollouts_keep={c.rollouts_keep!r} is no amount of space. Set it to bytes with a unit ('1GB'), or to '0'",
+    *(
+        Rule(
+            lambda c, name=name: getattr(c, name) not in (None, "0", 0) and parse_bytes(getattr(c, name)) is None,
+            f"{name}={{c.{name}!r}} is no amount of bytes. Set it to one with a unit ('4GiB') or leave it unset",
+        )
+        for name in ("engine_kv_memory", "rollouts_keep")
     ),
     # --- groups and batches ---
     Rule(
@@ -142,27 +134,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # --- optimizer, precision, processes ---
     Rule(
-        lambda c: c.max_steps <= 0 and not c.num_train_epochs > 0,
-        "num_train_epochs={c.num_train_epochs} and max_steps={c.max_steps} make a run without a step. Set one of them "
-        "above 0",
-    ),
-    Rule(
-        lambda c: c.max_grad_norm is None or not c.max_grad_norm >= 0,
-        "max_grad_norm={c.max_grad_norm} cannot work: it is a length; 0 clips nothing. Set it to 0 or more",
-    ),
-    *(
-        Rule(
-            lambda c, kind=kind: (
-                conditions.strategy(getattr(c, f"{kind}_strategy")) == "steps"
-                and (steps := getattr(c, f"{kind}_steps")) is not None
-                and not steps > 0
-            ),
-            f"{kind}_steps={{c.{kind}_steps}} with {kind}_strategy='steps' never comes to {event}. Set it to 1 or "
-            f"more, or {kind}_strategy='no'",
-        )
-        for kind, event in (("save", "a save"), ("logging", "a log"), ("eval", "an evaluation"))
-    ),
-    Rule(
         conditions.chosen_by_loss,
         "{found} chooses by the loss of evaluations (metric_for_best_model={c.metric_for_best_model!r}, the default), "
         "which does not fall as the model learns: it weighs completions against others of their prompt. Set "
@@ -176,19 +147,6 @@ RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(
-        lambda c: conditions.strategy(c.save_strategy) == "best" and conditions.strategy(c.eval_strategy) == "no",
-        "save_strategy='best' with eval_strategy='no' never knows a best model. Set eval_strategy='steps' and "
-        "metric_for_best_model='reward', or save_strategy='steps'",
-    ),
-    Rule(
-        conditions.unknown_checkpointing_keys,
-        "gradient_checkpointing_kwargs has {found}. Set it to arguments of torch.utils.checkpoint.checkpoint",
-    ),
-    Rule(
-        conditions.unusable_folder,
-        "output_dir={c.output_dir!r} cannot be written to: {found}. Set it to a folder that exists or can be made",
-    ),
-    Rule(
         lambda c: c.stochastic_rounding and conditions.beside_stochastic_rounding(c),
         "stochastic_rounding=True is an AdamW of its own over bfloat16 weights, which {found} excludes. Set "
         "stochastic_rounding=False, or take the other out (optim='adamw_torch')",
@@ -197,11 +155,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.gradient_dtype != "auto" and uses_deepspeed(c),
         "gradient_dtype={c.gradient_dtype!r}: DeepSpeed sums gradients itself. Leave gradient_dtype at 'auto', and set "
         "the type in DeepSpeed's configuration: {{'data_types': {{'grad_accum_dtype': 'fp32'}}}}",
-    ),
-    Rule(
-        lambda c: c.gradient_dtype == "float32" and conditions.steps_in_backward(c),
-        "gradient_dtype='float32' with optim={c.optimizer_name!r}, which changes weights while gradients are made and "
-        "sums none. Leave gradient_dtype at 'auto', or set optim='adamw_torch'",
     ),
     Rule(
         lambda c: c.optimizer_name == "adamw_torch_8bit" and c.adam_epsilon < 1e-6,
@@ -246,26 +199,7 @@ RULES: tuple[Rule, ...] = (
         "context_parallel_size={c.context_parallel_size} does not go with {found}. Change that, or set "
         "context_parallel_size=1",
     ),
-    Rule(
-        lambda c: [name for name in ("split_batches", "dispatch_batches") if getattr(c.accelerator_config, name, None)],
-        "accelerator_config has {found[0]}=True: the trainer deals out the groups itself. Set {found[0]} to False",
-    ),
-    Rule(
-        conditions.loading_options,
-        "accelerator_config has settings without effect, since the trainer deals out the groups itself: {found}",
-        warns=True,
-    ),
-    Rule(
-        lambda c: (steps := conditions.accumulation_kwargs(c).get("num_steps", 1)) != 1 and str(steps),
-        "accelerator_config has num_steps={found}, which would change the step behind the batch arithmetic. Take it "
-        "out and set gradient_accumulation_steps",
-    ),
     # --- FSDP ---
-    Rule(
-        conditions.hybrid_shard,
-        "fsdp={found!r} is an option of FSDP 1, and only FSDP 2 is supported, which shards over all processes. Set "
-        "fsdp='full_shard'",
-    ),
     Rule(
         lambda c: (version := str(fsdp_settings(c).get("version", 2))) != "2" and version,
         "fsdp is on with fsdp_version {found}, and only FSDP 2 is supported. Set fsdp_config={{'version': 2}}, or in "
@@ -277,20 +211,6 @@ RULES: tuple[Rule, ...] = (
         "2), or leave fsdp unset",
     ),
     Rule(
-        lambda c: uses_fsdp(c) and uses_deepspeed(c),
-        "fsdp is on and so is deepspeed, which shards too. Leave one of the two unset",
-    ),
-    Rule(
-        conditions.other_wrapping,
-        "fsdp_config has {found}: a layer of the model is sharded at a time. Take it out, or set "
-        "transformer_layer_cls_to_wrap to the classes of the layers",
-    ),
-    Rule(
-        lambda c: fsdp_settings(c).get("activation_checkpointing") and c.gradient_checkpointing is False,
-        "fsdp_config has activation_checkpointing on and gradient_checkpointing=False says the opposite. Set both to "
-        "the same",
-    ),
-    Rule(
         lambda c: uses_fsdp(c) and c.optimizer_name not in FSDP_OPTIMIZERS and ", ".join(FSDP_OPTIMIZERS),
         "optim={c.optimizer_name!r} does not go with fsdp: it is not known to update a shard as it would the whole "
         "weight. Set it to one of {found}",
@@ -300,10 +220,6 @@ RULES: tuple[Rule, ...] = (
         "vllm_mode='colocate' with fsdp is not part of this version. Set vllm_mode='server', or use_vllm=False",
     ),
     Rule(lambda c: uses_fsdp(c) and conditions.beside_fsdp(c), "fsdp does not go with {found}"),
-    Rule(
-        lambda c: uses_fsdp(c) and not conditions.parallel_sizes(c) and c.parallelism_config is not None,
-        "fsdp does not go with parallelism_config: FSDP shards over all processes. Leave parallelism_config unset",
-    ),
     Rule(
         conditions.unread_fsdp_keys,
         "fsdp_config has settings without effect under FSDP 2: {found}",

@@ -38,7 +38,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "use_transformers_continuous_batching": ("transformers_continuous_batching_config",),
     "use_vllm": _fields("vllm_"),
-    "use_liger_kernel": ("liger_kernel_config",),
 }
 """Switch -> settings that have no effect while it is off."""
 
@@ -81,13 +80,8 @@ UNUSED: tuple[UnusedSettings, ...] = (
     # --- logs, sampling, rewards ---
     UnusedSettings(
         ("engine_kv_memory",),
-        "rollout_engine is 'transformers', and it is the native engine's",
-        lambda c: c.rollout_engine == "transformers",
-    ),
-    UnusedSettings(
-        ("engine_kv_memory",),
-        "transformers' continuous batching samples, and it is the native engine's",
-        lambda c: c.use_transformers_continuous_batching and c.rollout_engine == "auto" and not c.use_vllm,
+        "it is the native engine's, and another samples",
+        lambda c: (c.rollout_engine == "transformers" or c.use_transformers_continuous_batching) and not c.use_vllm,
     ),
     UnusedSettings(
         ("reward_worker_memory_gb",), "reward_workers is 0, so there are none", lambda c: c.reward_workers == 0
@@ -152,49 +146,18 @@ UNUSED: tuple[UnusedSettings, ...] = (
     UnusedSettings(("fp16",), "a CPU computes in float32 or bfloat16", lambda c: c.fp16 and c.device.type == "cpu"),
     UnusedSettings(
         (
-            *("prediction_loss_only", "eval_accumulation_steps", "eval_do_concat_batches"),
-            *("eval_use_gather_object", "include_for_metrics", "batch_eval_metrics"),
+            *("prediction_loss_only", "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object"),
+            *("include_for_metrics", "batch_eval_metrics", "label_names", "length_column_name", "use_cache"),
+            *("average_tokens_across_devices", "dataloader_in_order", "ddp_find_unused_parameters", "ddp_static_graph"),
         ),
-        "evaluation samples and scores completions; there are no predictions to collect",
+        "sampling, scoring and the average over processes have no such choice here",
     ),
-    UnusedSettings(("label_names",), "GRPO has no labels"),
-    UnusedSettings(("use_cache",), "sampling keeps a cache and scoring needs none; the model's configuration stays"),
-    UnusedSettings(("length_column_name",), "nothing is grouped by length"),
-    UnusedSettings(("average_tokens_across_devices",), "the loss always counts over all processes"),
-    UnusedSettings(("dataloader_in_order",), "generation batches are always read in order"),
     UnusedSettings(
-        ("ddp_find_unused_parameters", "ddp_static_graph"),
-        "processes average the gradients of a step when all are computed, whichever parameters have one",
-    ),
-    UnusedSettings(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), "DeepSpeed joins the gradients", uses_deepspeed),
-    UnusedSettings(("ddp_bucket_cap_mb", "ddp_broadcast_buffers"), "FSDP joins the gradients", uses_fsdp),
-    UnusedSettings(
-        ("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
-        "dataloader_num_workers is 0",
-        lambda c: c.dataloader_num_workers == 0,
+        ("ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+        "DeepSpeed or FSDP joins the gradients",
+        lambda c: uses_deepspeed(c) or uses_fsdp(c),
     ),
     UnusedSettings(("fsdp_config",), "fsdp is not in use", lambda c: not c.fsdp),
-    UnusedSettings(
-        ("lr_scheduler_kwargs",),
-        "a constant schedule takes none",
-        lambda c: getattr(c.lr_scheduler_type, "value", c.lr_scheduler_type).startswith("constant"),
-    ),
-    UnusedSettings(
-        ("optim_target_modules",),
-        "only the GaLore and APOLLO optimizers have target modules",
-        lambda c: not c.optimizer_name.startswith(("galore", "apollo")),
-    ),
-    UnusedSettings(
-        ("optim_args",),
-        "this optimizer takes no further options",
-        lambda c: c.optimizer_name in ("adamw_torch", "adamw_torch_fused", "adafactor"),
-    ),
-    UnusedSettings(("run_name",), "report_to names no tracker", lambda c: not c.report_to),
-    UnusedSettings(
-        ("project", *_fields("trackio_")),
-        "report_to does not name trackio",
-        lambda c: "trackio" not in (c.report_to or ()),
-    ),
 )
 """In the order in which a warning lists them. Fields that the installed transformers lacks are skipped."""
 
