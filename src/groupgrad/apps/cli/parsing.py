@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.hf_argparser import string_to_bool
 
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.apps.cli.command_parser import CommandHelp, HelpfulParser, epilog
@@ -26,7 +25,7 @@ from groupgrad.apps.cli.yaml_files import read_setting, read_settings
 from groupgrad.apps.sweep.sweep_plan import merged
 from groupgrad.config import GRPOConfig, legacy
 from groupgrad.config.hidden_secrets import without_secrets
-from groupgrad.config.unknown_names import advice
+from groupgrad.spelling import nearest
 
 SECTIONS: dict[str, str] = {
     "dataset_name": "Data",
@@ -52,10 +51,6 @@ _NO_FIELDS = (
 )
 
 TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"
-
-
-_IS_NOT = {int: "is not a whole number", float: "is not a number", string_to_bool: "is neither true nor false"}
-"""Type of a flag -> what is wrong with a value that it cannot read."""
 
 
 @dataclass(slots=True)
@@ -202,24 +197,22 @@ class FieldParser(HelpfulParser, HfArgumentParser):
 
     def _from_yaml(self, flag: argparse.Action, shown: str, value: Any) -> Any:
         """Converts a YAML value as the flag would convert its text, unless it has a type of the field already."""
-        kinds = self._kinds[flag.dest]
         read: Any = flag.type or str
-        if value is None or (type(value) in kinds - {str} and flag.nargs != "+"):
+        if value is None or (type(value) in self._kinds[flag.dest] - {str} and flag.nargs != "+"):
             return value
         if isinstance(value, dict) and dataclasses.is_dataclass(read):  # a part of a mixture of data sets
             return value
-        is_not = _IS_NOT.get(read.kind if isinstance(read, _Optional) else read)
-        if isinstance(value, (list, dict)) and is_not is None:
+        if isinstance(value, (list, dict)):
             wanted = "a list of values" if flag.nargs == "+" else "one value"
             self.error(f"{shown} has a {type(value).__name__}, and {flag.dest} takes {wanted}")
-        if isinstance(value, bool) and is_not is None:  # YAML reads an unquoted no as False
-            return "no" if value is False and "no" in (flag.choices or ()) else value
-        if int in kinds and isinstance(value, float) and value.is_integer():
-            value = int(value)
+        if value is False and "no" in (flag.choices or ()):  # YAML reads an unquoted no as False
+            return "no"
+        if isinstance(value, bool) and read is str:
+            return value
         try:
             return read(str(value))
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            self.error(f"{shown} {is_not or f'cannot be read: {error}'}")
+            self.error(f"{shown} cannot be read: {error}")
 
 
 class TrainParser(FieldParser):
@@ -249,12 +242,8 @@ class TrainParser(FieldParser):
 
         Exits with status 2, and the key that may have been meant, for another one.
         """
-        for key, value in self.take_file(content, origin).items():
+        for key in self.take_file(content, origin):
             hint = _did_you_mean(key.replace("-", "_"), self.fields())
-            if isinstance(value, dict) and any(str(name) in self.fields() for name in value):
-                hint = (
-                    f"; fields are not nested: write {', '.join(map(str, value))} at the left margin, without {key!r}"
-                )
             self.error(f"{origin}unknown {'key' if origin else 'field'} {key!r}{hint}")
         fields, names = self.fields(), (str(key).replace("-", "_") for key in content)
         return {name: fields[name].default for name in names if name in fields}
@@ -358,5 +347,5 @@ class _Optional:
 
 
 def _did_you_mean(name: str, known: Any, prefix: str = "") -> str:
-    text = advice(name, known, spelled=lambda similar: prefix + similar)
-    return text and f"; {text}"
+    similar = nearest(name, known)
+    return f"; did you mean {prefix}{similar}?" if similar else ""

@@ -199,7 +199,7 @@ def _act(arguments: argparse.Namespace) -> int:
 def _changes(settings: Sequence[str]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for setting in settings:
-        key, value = read_setting(setting, numbers=True)
+        key, value = read_setting(setting)
         if key.split(".")[0] in _FORBIDDEN:
             raise ValueError(f"--set {setting}: the sweep resumes and places its arms itself")
         changes[key.replace("-", "_")] = value

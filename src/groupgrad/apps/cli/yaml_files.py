@@ -1,27 +1,17 @@
-"""Reads the YAML of runs and sweeps: files, and the values of `--set`.
-
-YAML 1.1 parses 1e-5 as text, since it lacks a decimal point. Here it is a number inside of a dict. Outside it stays
-text, since a field that takes text keeps it and one that takes numbers reads it. So does what `env` exports.
-"""
+"""Reads the YAML of runs and sweeps: files, and the values of `--set`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-_EXPONENT = re.compile(r"[-+]?(\d+|\d*\.\d+|\d+\.)[eE][-+]?\d+")
-
-
-class _Exponent(str):
-    """Such a number as it stands in the file, without quotes."""
-
 
 class _Loader(yaml.SafeLoader):
-    """Marks numbers with an exponent. Refuses a key that is there twice, of which YAML would take the last one."""
+    """Reads 1e-5 as a number, as YAML 1.2 does. Refuses a key that is there twice, of which YAML would take the last
+    one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -37,8 +27,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("!exponent", _EXPONENT, list("-+.0123456789"))
-_Loader.add_constructor("!exponent", lambda loader, node: _Exponent(node.value))
+_EXPONENT = re.compile(r"[-+]?(\d+|\d*\.\d+|\d+\.)[eE][-+]?\d+")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 def read_settings(path: str | Path, what: str = "--config") -> dict[Any, Any]:
@@ -48,27 +38,14 @@ def read_settings(path: str | Path, what: str = "--config") -> dict[Any, Any]:
     except OSError as error:
         raise ValueError(f"{what} {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{what} {path} is not YAML: {_one_line(error)}") from None
+        raise ValueError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, (dict, type(None))):
         raise ValueError(f"{what} {path} holds a {type(content).__name__}, not keys with values")
-    return _settings(content or {})
+    return content or {}
 
 
-def _settings(content: dict[Any, Any]) -> dict[Any, Any]:
-    """A mapping whose keys are settings, as are those of a sweep's `base`."""
-    return {
-        key: _settings(value)
-        if key == "base" and isinstance(value, dict)
-        else _converted(value, str if key == "env" else float)
-        for key, value in content.items()
-    }
-
-
-def read_setting(setting: str, *, numbers: bool = False) -> tuple[str, Any]:
-    """Key and value of `--set KEY=VALUE`; `a.b` is the key b of the dict a. ValueError for what is no such setting.
-
-    A number with an exponent is one in a dict, and with `numbers` everywhere.
-    """
+def read_setting(setting: str) -> tuple[str, Any]:
+    """Key and value of `--set KEY=VALUE`; `a.b` is the key b of the dict a. ValueError for what is no such setting."""
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise ValueError(f"--set {setting}: it has no value; write it as KEY=VALUE")
@@ -76,26 +53,8 @@ def read_setting(setting: str, *, numbers: bool = False) -> tuple[str, Any]:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(
-            f"--set {setting}: the value is not YAML: {_one_line(error)}; put a text with such characters in quotes"
+            f"--set {setting}: the value is not YAML: {' '.join(str(error).split())}; put a text with such characters "
+            "in quotes"
         ) from None
     name, point, inner = key.partition(".")
-    outside = float if point or numbers else str
-    return name.replace("-", "_") + point + inner, _converted(value, float, outside)
-
-
-def _converted(value: Any, in_dict: Callable[[Any], Any], kind: Callable[[Any], Any] = str) -> Any:
-    """A value with its marked numbers converted by `in_dict` inside of dicts, by `kind` outside."""
-    if isinstance(value, dict):
-        return {key: _converted(item, in_dict, in_dict) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_converted(item, in_dict, kind) for item in value]
-    return kind(value) if isinstance(value, _Exponent) else value
-
-
-def _one_line(error: Exception) -> str:
-    """Describes an error of several lines in one: the problem and its place."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    if mark is None:
-        return " ".join(str(error).split())
-    problem = (problem or "").replace("found character '\\t' that cannot start any token", "a tab; indent by spaces")
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    return name.replace("-", "_") + point + inner, value

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from groupgrad.apps.sweep.sharing import RewardCache, cached_functions
 from groupgrad.config import GRPOConfig
-from groupgrad.config.unknown_names import advice
+from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import GRPOTrainer
 
 ADAPTER_FIELDS = "adapter_fields"
@@ -53,8 +53,8 @@ class ScriptArms:
         fields, objects = self._split(settings)
         unknown = next((name for name in fields if name not in GRPOConfig.__dataclass_fields__), None)
         if unknown is not None:
-            hint = advice(unknown, GRPOConfig.__dataclass_fields__)
-            raise ValueError(f"unknown field {unknown!r}{hint and f'; {hint}'}")
+            hint = did_you_mean(unknown, GRPOConfig.__dataclass_fields__, before="; ")
+            raise ValueError(f"unknown field {unknown!r}{hint}")
         for name, label in objects.items():
             if name in self._labelled and label not in (None, *self._labelled[name]) and name != "model":
                 raise ValueError(f"{name}={label!r} is not one of {', '.join(self._labelled[name])}")
