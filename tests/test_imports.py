@@ -133,14 +133,6 @@ def test_the_interpreter_ends_without_a_list_of_what_triton_has_left():
         assert (int(ended.stdout) == 0) == expected
 
 
-def test_paths_of_an_earlier_release_lead_to_the_modules_of_now():
-    from groupgrad.apps.replay import replay as now
-    from groupgrad.engines.vllm.http import Address  # pyright: ignore
-    from groupgrad.replay import replay  # pyright: ignore
-
-    assert replay is now and Address.__module__ == "groupgrad.integrations.vllm.http"
-
-
 def test_a_run_on_one_device_imports_no_integration(tmp_path):
     """Training with a reference and an evaluation, and a save."""
     code = (
