@@ -352,8 +352,6 @@ def test_a_file_that_cannot_be_planned_for_is_told_why(tmp_path: Path, capsys: A
         ("max_completion_lenght: 9", "unknown key 'max_completion_lenght'; did you mean max_completion_length?"),
         ("max_completion_length: 0", "argument --completion: 0 is no count; give 1 or more"),
         ("num_generations: 0", "argument --num-generations: 0 is no count"),
-        ("num_generations: 1", "num_generations=1 cannot work"),
-        ("beta: -0.1", "beta=-0.1 cannot work"),
         ("steps_per_generation: [1]", "steps_per_generation=[1] has a list, and steps_per_generation takes one value"),
         ("- 3", "holds a list, not keys with values"),
         ("beta: 0.1", "required: --model"),
@@ -443,9 +441,7 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:
         ),
         (["--model", str(tmp_path), "--device", "8GB"], "layers of a kind that is not predicted yet"),
         (["--model", str(tmp_path), "--device", "8"], "8 is no size; write it as 80GB or 24GiB"),
-        (["--model", "x", "--device", "8GB", "--beta", "-1"], "beta=-1.0 cannot work"),
         (["--model", "x", "--device", "8GB", "--beta", "none"], "invalid float value: 'none'"),
-        (["--model", "x", "--device", "8GB", "--num-generations", "1"], "num_generations=1 cannot work"),
         (["--model", str(tmp_path), "--device", "8GB", "--completions", "9"], "did you mean --completion?"),
         (
             ["--model", str(tmp_path), "--device", "8GB", "--devices", "3", "--context-parallel-size", "2"],

@@ -156,15 +156,6 @@ def test_the_buffers_of_a_deepspeed_configuration_are_planned(planned: Any, run_
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        (
-            {"deepspeed": {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}}},
-            "deepspeed: reduce_bucket_size='big' is no number; give one, such as 500000000",
-        ),
-        (
-            {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": float("inf")}}},
-            "deepspeed: stage3_max_live_parameters=inf is no number; give one, such as 500000000",
-        ),
-        ({"fsdp": True, "deepspeed": {}}, "fsdp=True and deepspeed={} exclude each other; remove one of them"),
         ({"deepspeed": "nowhere.json"}, "deepspeed='nowhere.json' has no ZeRO stage from 0 to 3 that can be read"),
         ({"fsdp": True, "load_in_4bit": True}, "remove fsdp, deepspeed or load_in_4bit"),
         ({"fsdp": True, "context_parallel_size": 2}, "fsdp and deepspeed exclude --context-parallel-size (now 2)"),
@@ -207,12 +198,10 @@ def test_set_is_a_setting_of_the_run_with_and_without_a_file(planned: Any, capsy
     for setting, problem in [
         ("use_pef=true", "unknown field 'use_pef'; did you mean use_peft?"),
         ("optim=lion_32bit", "argument --optim: 'lion_32bit' is none of"),
-        ("max_completion_length=9", "--completion is given too; set it in one place"),
     ]:
         with pytest.raises(SystemExit):
             planned("--device", "80GB", "--completion", 512, "--set", setting)
-        shown = problem if problem.startswith("argument") else f"--set {setting}: {problem}"
-        assert shown in capsys.readouterr().err
+        assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "own"), [("adamw_torch_fused", "adamw"), ("paged_adamw_8bit", "adamw_8bit")])

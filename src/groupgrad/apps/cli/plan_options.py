@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +96,7 @@ def parser() -> argparse.ArgumentParser:
     batches = parser.add_argument_group("Groups and lengths")
     _add_count(batches, "prompt", 512, "tokens of the longest prompt")
     _add_count(batches, "completion", 256, "max_completion_length")
-    generations = _setting("num_generations", positive_count)
-    batches.add_argument("--num-generations", type=generations, default=8, help="completions of a prompt")
+    _add_count(batches, "num-generations", 8, "completions of a prompt")
     batches.add_argument(
         "--micro-batch",
         type=positive_count,
@@ -127,7 +126,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument(
         "--beta",
-        type=_setting("beta", float),
+        type=float,
         default=0.0,
         help="weight of the KL term; above 0 keeps a reference",
     )
@@ -172,10 +171,6 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, RunSizes]:
     is_of_run = bool(asked.config or asked.set)
     settings = _settings_of(asked) if is_of_run else {}
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
-    for setting in asked.set:
-        flag = "--" + {**_FIELDS, "vllm_tensor_parallel_size": "vllm-tensor-parallel-size"}.get(_name(setting), "")
-        if flag in given:
-            flags.error(f"--set {setting}: {flag} is given too; set it in one place")
     try:
         _check_sharding(settings)
         options = flags.parse_args([*(_words(settings, given) if is_of_run else ()), *argv])
@@ -214,12 +209,9 @@ def _used(settings: dict[str, Any]) -> set[str]:
 
 
 def _check_sharding(settings: dict[str, Any]) -> None:
-    """ValueError for settings of a run that exclude each other, or that leave the way to shard unknown."""
-    fsdp, deepspeed = settings.get("fsdp"), settings.get("deepspeed")
-    uses_deepspeed = deepspeed not in (None, "")
-    if fsdp and uses_deepspeed:
-        raise ValueError(f"fsdp={fsdp!r} and deepspeed={deepspeed!r} exclude each other; remove one of them")
-    if uses_deepspeed and _sharding(settings) is None:
+    """ValueError for settings of a run by which its weights cannot be planned for."""
+    deepspeed = settings.get("deepspeed")
+    if deepspeed not in (None, "") and _sharding(settings) is None:
         raise ValueError(
             f"deepspeed={deepspeed!r} has no ZeRO stage from 0 to 3 that can be read; give a file or a mapping"
         )
@@ -249,13 +241,9 @@ def _zero_buffers(settings: dict[str, Any]) -> dict[str, Any]:
     config, found = HfDeepSpeedConfig(settings["deepspeed"]), {}
     for name in ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
         value = config.get_value(f"zero_optimization.{name}")
-        try:
-            # Only the size of the bucket may follow from the model. YAML reads 5e8 as a text.
-            is_derived = value == "auto" and name == "reduce_bucket_size"
-            if value is not None:
-                found[name] = None if is_derived else int(float(value))
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"deepspeed: {name}={value!r} is no number; give one, such as 500000000") from None
+        if value is not None:
+            # Only the size of the bucket may follow from the model. JSON may have 5e8, a float.
+            found[name] = None if value == "auto" and name == "reduce_bucket_size" else int(float(value))
     limits = [value for name, value in found.items() if name.startswith("stage3_") and value is not None]
     buffers = {"live": min(limits)} if limits else {}
     return {**buffers, "bucket": found["reduce_bucket_size"]} if "reduce_bucket_size" in found else buffers
@@ -375,18 +363,3 @@ def _bytes(text: str) -> int:
     if size is None or text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no size; write it as 80GB or 24GiB")
     return size
-
-
-def _setting(name: str, read: Callable[[str], float]) -> Callable[[str], float]:
-    """Reads a number that a run gets as the setting `name`, and refuses one that the run would refuse."""
-
-    def value_of(text: str) -> float:
-        from groupgrad.config.field_rules import field_problem  # loads transformers, which --help does without
-
-        value = read(text)
-        if (problem := field_problem(name, value)) is not None:
-            raise argparse.ArgumentTypeError(problem)
-        return value
-
-    value_of.__name__ = read.__name__  # argparse names it where `read` raises ValueError
-    return value_of
