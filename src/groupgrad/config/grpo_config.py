@@ -65,10 +65,7 @@ class GRPOConfig(GRPOSettings):
         if self.deepspeed is not None and (problems or failure is not None):
             unset_hf_deepspeed_config()  # transformers would load the models of the next trainer for it
         if problems or isinstance(failure, (ValueError, TypeError)):
-            # A rule says better what the base class found too.
-            is_new = isinstance(failure, TypeError) and not problems
-            is_new |= isinstance(failure, ValueError) and not any(_is_about(str(failure), text) for text in problems)
-            raise ConfigError([*problems, *([str(failure)] if is_new else [])]) from failure
+            raise ConfigError([*problems, *([] if failure is None else [str(failure)])]) from failure
         if isinstance(failure, ImportError) and self.deepspeed is not None:
             compat.require("deepspeed", f"deepspeed={self.deepspeed!r}")
         if failure is not None:
@@ -184,9 +181,3 @@ def option_values(config: GRPOConfig) -> dict[str, Any]:
     """Every setting by its name, as text where it could change in place."""
     values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
     return {name: v if isinstance(v, (int, float, str, type(None))) else repr(v) for name, v in values.items()}
-
-
-def _is_about(failure: str, problem: str) -> bool:
-    """True if an error of the base class names the setting that a rule's sentence begins with."""
-    name = problem.split("=", 1)[0]
-    return name.isidentifier() and name in failure

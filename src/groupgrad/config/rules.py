@@ -14,9 +14,9 @@ from typing import Any
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config import conditions
 from groupgrad.config.conditions import FSDP_OPTIMIZERS, Rule
-from groupgrad.config.field_rules import field_problems, is_number
+from groupgrad.config.field_rules import field_problems
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
-from groupgrad.config.settings import GRPOSettings, mapping
+from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
 from groupgrad.objectives import find_method
 
@@ -64,14 +64,6 @@ RULES: tuple[Rule, ...] = (
     Rule(conditions.cut_group, "{found}"),
     Rule(conditions.cut_evaluation_group, "{found}"),
     Rule(
-        lambda c: (
-            None not in (sizes := (c.num_generations_eval, mapping(c.eval_sampling).get("num_generations")))
-            and sizes[0] != sizes[1]
-            and sizes[1]
-        ),
-        "num_generations_eval={c.num_generations_eval}, and eval_sampling has num_generations={found}. Set one of them",
-    ),
-    Rule(
         lambda c: (most := max(c.eval_k or [0])) > c.num_generations_eval_resolved and most,
         "eval_k has {found}, and an evaluation samples {c.num_generations_eval_resolved} completions of a prompt. Set "
         "num_generations_eval to {found} or more",
@@ -99,39 +91,11 @@ RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(
-        lambda c: (
-            c.importance_sampling_level == "sequence"
-            and find_method(c.loss_type).sums_over_tokens
-            and find_method(c.loss_type).level is None  # the rule above is for the others
-        ),
-        "importance_sampling_level='sequence' with loss_type={c.loss_type!r}, which sums over tokens, makes long "
-        "completions count more; loss_type='grpo' counts each completion once",
-        warns=True,
-    ),
-    Rule(
-        lambda c: (
-            "delta" in find_method(c.loss_type).reads
-            and c.delta is not None
-            and c.delta <= 1 + c.epsilon
-            and f"{1 + c.epsilon:g}"
-        ),
-        "delta={c.delta} is not above 1 + epsilon={found} and cuts ratios inside the trust region",
-        warns=True,
-    ),
-    Rule(
         lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
         "entropy_coef={c.entropy_coef} is outside {c.entropy_coef_min} to {c.entropy_coef_max}, its adaptive bounds. "
         "Set it between them",
     ),
     # --- rewards and logs ---
-    Rule(
-        lambda c: (
-            (weights := c.reward_weights) is not None
-            and not (isinstance(weights, (list, tuple)) and weights and all(map(is_number, weights)))
-        ),
-        "reward_weights={c.reward_weights!r} is not a list of finite numbers. Give one for each reward function, or "
-        "None",
-    ),
     # --- optimizer, precision, processes ---
     Rule(
         conditions.chosen_by_loss,
@@ -234,16 +198,6 @@ RULES: tuple[Rule, ...] = (
     # --- vLLM ---
     Rule(
         lambda c: (
-            (low := c.vllm_importance_sampling_clip_min) is not None
-            and (high := c.vllm_importance_sampling_clip_max) is not None
-            and low >= high
-        ),
-        "vllm_importance_sampling_clip_min={c.vllm_importance_sampling_clip_min} is not below "
-        "vllm_importance_sampling_clip_max={c.vllm_importance_sampling_clip_max}. Set "
-        "vllm_importance_sampling_clip_min below {c.vllm_importance_sampling_clip_max}",
-    ),
-    Rule(
-        lambda c: (
             find_method(c.loss_type).needs_token_correction
             and c.use_vllm
             and c.vllm_importance_sampling_correction
@@ -254,17 +208,6 @@ RULES: tuple[Rule, ...] = (
         "'token_truncate' or 'token_mask'",
     ),
     Rule(lambda c: c.use_vllm and conditions.fields_of_rows(c), "{found}"),
-    Rule(
-        lambda c: (
-            c.use_vllm
-            and c.vllm_mode == "colocate"
-            and c.vllm_max_model_length is not None
-            and c.vllm_max_model_length <= (c.max_completion_length or 0)
-        ),
-        "vllm_max_model_length={c.vllm_max_model_length} holds prompt and completion together, and completions alone "
-        "may have max_completion_length={c.max_completion_length} tokens. Set vllm_max_model_length above that, or "
-        "lower max_completion_length",
-    ),
     Rule(
         lambda c: (
             c.rollout_ahead

@@ -38,8 +38,16 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "use_transformers_continuous_batching": ("transformers_continuous_batching_config",),
     "use_vllm": _fields("vllm_"),
+    "vllm_enable_sleep_mode": ("vllm_sleep_level",),
+    "vllm_importance_sampling_correction": (
+        *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+    ),
+    "beta": ("use_bias_correction_kl",),
+    "off_policy_mask": ("off_policy_mask_settings",),
+    "reward_workers": ("reward_worker_memory_gb",),
+    "reward_retries": ("reward_transient_errors",),
 }
-"""Switch -> settings that have no effect while it is off."""
+"""Setting -> those that have no effect while it is off, unset or 0."""
 
 _READ_BY = [
     (field, option, [repr(name) for name, definition in known.items() if field in definition.reads], find)
@@ -53,7 +61,7 @@ _READ_BY = [
 
 UNUSED: tuple[UnusedSettings, ...] = (
     *(
-        UnusedSettings(fields, f"{switch} is False", lambda c, switch=switch: not getattr(c, switch))
+        UnusedSettings(fields, f"{switch} is off", lambda c, switch=switch: not getattr(c, switch))
         for switch, fields in _NEEDED.items()
     ),
     # --- objective ---
@@ -65,8 +73,6 @@ UNUSED: tuple[UnusedSettings, ...] = (
         )
         for field, option, readers, find in _READ_BY
     ),
-    UnusedSettings(("use_bias_correction_kl",), "beta is 0", lambda c: c.beta == 0),
-    UnusedSettings(("off_policy_mask_settings",), "off_policy_mask is not set", lambda c: c.off_policy_mask is None),
     UnusedSettings(
         ("scale_rewards",),
         "normalize_then_sum scales each reward in its group and the sum over the batch",
@@ -83,10 +89,6 @@ UNUSED: tuple[UnusedSettings, ...] = (
         "it is the native engine's, and another samples",
         lambda c: (c.rollout_engine == "transformers" or c.use_transformers_continuous_batching) and not c.use_vllm,
     ),
-    UnusedSettings(
-        ("reward_worker_memory_gb",), "reward_workers is 0, so there are none", lambda c: c.reward_workers == 0
-    ),
-    UnusedSettings(("reward_transient_errors",), "reward_retries is 0", lambda c: c.reward_retries == 0),
     UnusedSettings(
         ("reward_model_offload",),
         "reward models run on the CPU, in host memory",
@@ -118,21 +120,6 @@ UNUSED: tuple[UnusedSettings, ...] = (
         (*_fields("vllm_server_"), "vllm_group_port"),
         "vllm_mode is 'colocate', so there is no server",
         lambda c: c.use_vllm and c.vllm_mode == "colocate",
-    ),
-    UnusedSettings(
-        ("vllm_sleep_level",),
-        "vllm_enable_sleep_mode is False",
-        lambda c: c.use_vllm and c.vllm_mode == "colocate" and not c.vllm_enable_sleep_mode,
-    ),
-    UnusedSettings(
-        ("vllm_server_host", "vllm_server_port"),
-        "vllm_server_base_url is the server's address",
-        lambda c: c.use_vllm and c.vllm_mode == "server" and c.vllm_server_base_url is not None,
-    ),
-    UnusedSettings(
-        ("vllm_importance_sampling_mode", *_fields("vllm_importance_sampling_clip_")),
-        "vllm_importance_sampling_correction is False",
-        lambda c: c.use_vllm and not c.vllm_importance_sampling_correction,
     ),
     UnusedSettings(
         (
