@@ -9,15 +9,13 @@ import pytest
 import torch
 import yaml
 
-from groupgrad import compat
 from groupgrad.apps.cli.launch import PROFILES, launch_command
 from groupgrad.apps.cli.main import main
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
-def test_a_profile_is_a_file_for_accelerate(name, monkeypatch):
+def test_a_profile_is_a_file_for_accelerate(name):
     """The other flags stay; a number alone is data parallel."""
-    monkeypatch.setattr(compat, "is_available", lambda name: True)
     flags = ["--config", "run.yaml", "--set", "seed=3"]
     assert launch_command(flags) is None
     profile = [] if name == "ddp" else ["--accelerate-config", name]
@@ -36,8 +34,6 @@ def test_all_is_one_process_for_each_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     command = launch_command(["--num-processes", "all"])
     assert command is not None and command[5:7] == ["--num_processes", "4"]
-    with pytest.raises(ValueError, match="--num-processes 5 is more than the 4 visible GPUs"):
-        launch_command(["--num-processes", "5"])
 
 
 @pytest.mark.parametrize(
@@ -51,10 +47,6 @@ def test_all_is_one_process_for_each_gpu(monkeypatch):
             "neither a profile nor a file; did you mean 'zero3'",
         ),
         (
-            ["--num-processes", "2", "--accelerate-config", "fsdp1"],
-            "neither a profile nor a file; did you mean 'fsdp2'",
-        ),
-        (
             ["--accelerate-config", "fsdp2"],
             "^--accelerate-config fsdp2 starts one process for each GPU, and no GPU is visible; add --num-processes "
             "with a number$",
@@ -65,22 +57,6 @@ def test_what_cannot_be_launched(argv, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=words):
         launch_command(argv)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ValueError, match="a process that a launcher has started"):
-        launch_command(argv)
-
-
-@pytest.mark.parametrize("name", ["zero3", "own.yaml"])
-def test_deepspeed_that_is_missing_is_named_before_processes_start(name, tmp_path, monkeypatch, capsys):
-    """Without a traceback: the launcher would end in one."""
-    (tmp_path / "own.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compat, "is_available", lambda name: name != "deepspeed")
-    monkeypatch.setattr(os, "execv", lambda *_: 0)
-    assert main(["train", "--accelerate-config", name, "--num-processes", "2"]) == 2
-    shown = capsys.readouterr().err
-    assert f"groupgrad train: error: --accelerate-config {name} needs 'deepspeed', which is not installed" in shown
-    assert "pip install 'deepspeed>=0.16'" in shown and "--accelerate-config fsdp2" in shown
 
 
 def test_check_starts_the_processes_that_train_would(monkeypatch, capsys):

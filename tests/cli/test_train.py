@@ -233,19 +233,6 @@ def test_quantized_weights():
     assert (config.load_in_8bit, config.load_in_4bit) == (True, False)
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type='int4' is not known; set it to one of nf4, fp4"),
-        ({"bnb_4bit_quant_storage": "half"}, "bnb_4bit_quant_storage='half' is not known; set it to one of uint8,"),
-        ({"load_in_8bit": True}, "load_in_4bit and load_in_8bit are both True"),
-    ],
-)
-def test_bad_quantization_settings(settings, text):
-    with pytest.raises(ValueError, match=text):
-        train.quantization_config(ModelArguments(load_in_4bit=True, **settings))
-
-
 def test_four_bit_flags_without_load_in_4bit():
     with pytest.warns(UserWarning, match="no effect: use_bnb_nested_quant=True without load_in_4bit"):
         assert train.quantization_config(ModelArguments(use_bnb_nested_quant=True)) is None

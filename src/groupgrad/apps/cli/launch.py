@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupgrad import compat
 from groupgrad.apps.cli.command_parser import refuse
 from groupgrad.spelling import did_you_mean
 
@@ -46,7 +45,7 @@ def start_processes(name: str, argv: Sequence[str]) -> int | None:
     """
     try:
         command = launch_command(argv, name)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         return refuse(name, error)
     return None if command is None else os.execv(command[0], command)
 
@@ -55,8 +54,7 @@ def launch_command(argv: Sequence[str], name: str = "train") -> list[str] | None
     """The command that starts the processes of `groupgrad train`, or of another command, by the flags in `argv`.
 
     None without such flags.
-    ValueError for a number or a profile that cannot be, or if this process was started by a launcher already;
-    ImportError without the DeepSpeed that a profile needs.
+    ValueError for a number or a profile that cannot be.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
@@ -64,37 +62,20 @@ def launch_command(argv: Sequence[str], name: str = "train") -> list[str] | None
     number, profile = flags.num_processes, flags.accelerate_config
     if number is None and profile is None:
         return None
-    flag = "--num-processes" if profile is None else "--accelerate-config"
-    if "LOCAL_RANK" in os.environ:
-        raise ValueError(
-            f"{flag} is given to a process that a launcher has started (LOCAL_RANK={os.environ['LOCAL_RANK']}); use "
-            "the flag or the launcher, not both"
-        )
     profile = profile or DEFAULT_PROFILE
-    # A configuration file may be for several machines, whose processes are counted together.
-    is_local = profile in PROFILES
-    count = None if number is None else _count(number, is_local=is_local)
-    file = _profile(profile)
-    _require_deepspeed(profile, file)
-    if is_local and count is None:
+    count, file = None if number is None else _count(number), _profile(profile)
+    if profile in PROFILES and count is None:  # a file may be for several machines, and says their number
         count = _one_for_each_gpu(f"--accelerate-config {profile}", "add --num-processes with a number")
     numbers = [] if count is None else ["--num_processes", str(count)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(file), *numbers]
     return [sys.executable, *launcher, "-m", "groupgrad", name, *rest]
 
 
-def _count(text: str, *, is_local: bool = True) -> int:
-    import torch
-
+def _count(text: str) -> int:
     if text == "all":
         return _one_for_each_gpu("--num-processes all", "give a number")
     if not text.isdecimal() or not int(text):
         raise ValueError(f"--num-processes {text} is not a number from 1 on, or 'all'")
-    if is_local and 0 < torch.cuda.device_count() < int(text):
-        raise ValueError(
-            f"--num-processes {text} is more than the {torch.cuda.device_count()} visible GPUs, and each process needs "
-            "one; give at most that number, or 'all'"
-        )
     return int(text)
 
 
@@ -106,22 +87,6 @@ def _one_for_each_gpu(typed: str, remedy: str) -> int:
     if not count:
         raise ValueError(f"{typed} starts one process for each GPU, and no GPU is visible; {remedy}")
     return count
-
-
-def _require_deepspeed(name: str, file: Path) -> None:
-    """Raises ImportError if a profile or configuration file is for DeepSpeed, which is missing."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(file.read_text())
-    except (ValueError, yaml.YAMLError):  # the launcher says what is wrong with the file
-        return
-    if not isinstance(content, dict) or content.get("distributed_type") != "DEEPSPEED":
-        return
-    try:
-        compat.require("deepspeed", f"--accelerate-config {name}")
-    except ImportError as error:
-        raise ImportError(f"{error}, or choose --accelerate-config fsdp2, which shards without DeepSpeed") from None
 
 
 def _profile(name: str) -> Path:

@@ -272,22 +272,13 @@ def _warn_of_unused(model: ModelArguments, flags: Sequence[str], why: str) -> No
 
 
 def quantization_config(model: ModelArguments) -> Any:
-    """Returns the configuration that loads weights in 4 or 8 bits, or None. ValueError if both are set, or for an
-    unknown value."""
+    """Returns the configuration that loads weights in 4 or 8 bits, or None. ValueError if both are set."""
     if not model.load_in_4bit:
         _warn_of_unused(model, _FOUR_BIT_FLAGS, "without load_in_4bit")
     if not (model.load_in_4bit or model.load_in_8bit):
         return None
     if model.load_in_4bit and model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both True; set one of them to False")
-    choices = {
-        "bnb_4bit_quant_type": ("nf4", "fp4"),
-        "bnb_4bit_quant_storage": ("uint8", "float16", "float32", "bfloat16", None),
-    }
-    for name, known in choices.items():
-        if getattr(model, name) not in known:
-            names = ", ".join(choice for choice in known if choice is not None)
-            raise ValueError(f"{name}={getattr(model, name)!r} is not known; set it to one of {names}")
     compat.require("bitsandbytes", "load_in_4bit" if model.load_in_4bit else "load_in_8bit")
     if model.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)

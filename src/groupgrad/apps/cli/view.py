@@ -28,7 +28,6 @@ def main(argv: Sequence[str]) -> int:
             for flag, given in (("--host", arguments.host), ("--port", arguments.port), ("--token", arguments.token)):
                 if given is not None:
                     raise ValueError(f"{flag} belongs to a served page, and --export writes a file; drop one of them")
-            _check_writable(arguments.export)  # before runs are read, which may take a while
         paths = RunPaths(arguments.runs or ["."])
         sweeps = _panels(paths.sweeps)
         if arguments.export is not None:
@@ -68,20 +67,6 @@ def parser() -> argparse.ArgumentParser:
     report = parser.add_argument_group("Report")
     report.add_argument("--export", metavar="FILE", type=Path, help="write a report that needs no server, and end")
     return parser
-
-
-def _check_writable(path: Path) -> None:
-    """Opens the file of a report and leaves it as it was. ValueError, with the reason, if it cannot be written."""
-    try:
-        is_new = not path.exists()
-        path.open("ab").close()
-    except OSError as error:
-        raise ValueError(
-            f"--export {str(path)!r}: {error.strerror}; set --export to a file that you may write, in a folder that "
-            "exists"
-        ) from None
-    if is_new:
-        path.unlink()
 
 
 def _panels(folders: Sequence[Path]) -> list[CommandLinePanel]:
