@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -349,21 +347,6 @@ def test_the_page_on_curves_has_the_bounds_of_the_advice() -> None:
     for name, bound in bounds.items():
         (line,) = [line for line in page.splitlines() if line.startswith("|") and f"{name}" in line and "above" in line]
         assert f"above {bound}:" in line, name
-
-
-def test_the_first_rows_are_read_without_pandas(folder):
-    """Its import would take a third of the time until the page is served."""
-    program = (
-        "import sys; from groupgrad.apps.cli import view; from groupgrad.apps.view import views; "
-        f"from groupgrad.apps.runs.run_folder import RunFolder; run = RunFolder({str(folder)!r}); "
-        "from groupgrad.apps.runs.selection import Selection; "
-        "found = views.rollouts(run, Selection(), sort='step', descending=True, offset=0, limit=9, "
-        "chosen=(3, 5, 'train')); assert len(found['rows']) == 9 and found['place'] == 9 * 32 + 5; "
-        "views.metrics(run); views.summary(run); views.heading(run); "
-        "assert 'pandas' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_reader_that_waits_for_the_first_rows_does_not_wait_for_all(folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import socket
 import sqlite3
@@ -123,14 +122,10 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             is_any = host == "::" and socket.has_dualstack_ipv6()
             return socket.create_server((host, number), family=family, backlog=64, dualstack_ipv6=is_any)
-        except socket.gaierror as error:
-            reason = error.strerror
-        except OSError as error:  # create_server writes the address into its text
-            reason = os.strerror(error.errno) if error.errno else str(error)
-    place = f"{host}, port {port}" if port else host
+        except OSError as error:
+            reason = str(error)
     raise OSError(
-        f"a page cannot be served at {place} ({reason}); set --host to an address of this machine, or --port to a free "
-        "port"
+        f"no page can be served at {host}: {reason}; set --host to an address of this machine, or --port to a free port"
     )
 
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,6 +37,10 @@ _INDEXED = (
 _SCORED = ("row", "group", "prompt_id", "reward", "finish_reason", "num_tokens", "data", "extra")
 _OPTIONAL = ("phase", "gradient_share")
 """Columns of the table that files of earlier releases lack."""
+
+
+_EMPTY = pa.schema([("step", pa.int32()), ("row", pa.int32())]).empty_table()
+"""A table of no rollouts."""
 
 
 class NoRun(ValueError):
@@ -154,7 +157,7 @@ class RunFolder:
         with self._lock:
             if self._index is None:
                 tables = [self._parts[name][1] for name in sorted(self._parts)]
-                table = pa.concat_tables(tables, promote_options="default").combine_chunks() if tables else _empty()
+                table = pa.concat_tables(tables, promote_options="default").combine_chunks() if tables else _EMPTY
                 self._index = table
             return self._index
 
@@ -270,12 +273,12 @@ class RunFolder:
         if table is None or not set(_INDEXED) <= set(table.column_names):
             return None
         calls = table["tool_calls"].to_pylist()
-        tools = _strings(["\n".join(sorted({call["name"] for call in of_row or ()})) for of_row in calls])
+        tools = pa.array(["\n".join(sorted({call["name"] for call in of_row or ()})) for of_row in calls], pa.string())
         columns = {n: table[n] for n in table.column_names if n not in ("prompt", "completion", "tool_calls")}
         for text in ("prompt", "completion"):
             columns[text] = pc.utf8_slice_codeunits(table[text], 0, HEAD_CHARS)
         if "phase" not in columns:
-            columns["phase"] = _strings([TRAINING] * table.num_rows)
+            columns["phase"] = pa.array([TRAINING] * table.num_rows, pa.string())
         return pa.table({**columns, "tools": tools})
 
     def _matching(self, text: str, table: pa.Table) -> pa.Array:
@@ -301,23 +304,6 @@ class RunFolder:
             return pa.array([False] * count)
         prompts, completions, is_messages = (table[column].combine_chunks() for column in wanted)
         return rows_with(text, (prompts, completions), is_messages)
-
-
-def _empty() -> pa.Table:
-    """A table of no rollouts. Made when it is needed, since the first array of pyarrow imports pandas."""
-    return pa.schema([("step", pa.int32()), ("row", pa.int32())]).empty_table()
-
-
-def _strings(values: Sequence[str]) -> pa.Array:
-    """An array of texts. `pa.array` would import pandas, which takes a third of the time until the page is served."""
-    texts = [value.encode() for value in values]
-    offsets = np.cumsum([0, *map(len, texts)], dtype=np.int32)
-    return pa.StringArray.from_buffers(len(texts), pa.py_buffer(offsets), pa.py_buffer(b"".join(texts)))
-
-
-def import_pandas() -> None:
-    """Makes pyarrow import pandas now, so that the first condition of a selection does not wait for it."""
-    pa.scalar(0)
 
 
 def _is_alive(start: dict[str, Any]) -> bool:

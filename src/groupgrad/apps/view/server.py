@@ -21,7 +21,7 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from groupgrad.apps.runs.run_folder import RunFolder, import_pandas
+from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.runs.selection import Selection
 from groupgrad.apps.view import LOCAL_HOSTS, evaluations, page_files, views
 from groupgrad.apps.view.sweep_panel import SweepPanel, read_command
@@ -211,7 +211,6 @@ def _read_all(runs: Sequence[RunFolder], requests: OpenRequests) -> None:
         run.refresh(limit=views.FILES_AT_ONCE)
     for run in runs:
         run.refresh(pause=requests.wait_for_none)
-    import_pandas()
 
 
 def _rollouts(run: RunFolder, request: Request) -> dict[str, Any]:
