@@ -245,7 +245,7 @@ def test_a_run_scores_its_evaluations_by_functions_of_their_own(
         (["--against", "./nothing"], "there is no such folder"),
         (["--output", "none/a.json"], "there is no folder none; make it first"),
         (["--use_vllm", "--against", "other"], "evaluate it by itself with --output there.json"),
-        (["--dataset", "none.jsonl"], "there is no file none.jsonl"),
+        (["--dataset", "none.jsonl"], "none.jsonl"),
         (["--dataset", "rows.jsonl", "none.jsonl"], "give each a name of its own, as in math=math.jsonl"),
     ],
 )

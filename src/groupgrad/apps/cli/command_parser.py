@@ -22,58 +22,32 @@ EXIT_CODES: dict[int, str] = {
 }
 """Exit status -> what it means."""
 
+_ENDED = "it was ended by Ctrl-C"
+_SAME_COMMAND = "the same command goes on"
+_OF_COMMANDS: dict[str, dict[int, str]] = {
+    "train": {0: "all steps were made, and the weights are finite", **{code: EXIT_CODES[code] for code in (70, 73, 75)}}
+    | {130: EXIT_CODES[130]},
+    "check": {1: "something that was found is an error, or the round failed", 70: EXIT_CODES[70]},
+    "eval": {70: EXIT_CODES[70]},
+    "plan": {0: "something fits", 1: "nothing fits"},
+    "sweep": {1: "an arm failed", 75: f"stopped by a signal; {_SAME_COMMAND}", 130: f"stopped; {_SAME_COMMAND}"},
+    "serve": {0: _ENDED},
+    "vllm-serve": {1: "the server failed; any other status is that of vLLM's server too"},
+    "view": {0: f"{_ENDED}, or the file was written"},
+    "rollouts": {1: "none is like that"},
+    "replay": {0: "every bit is the same", 1: "something differs"},
+    "bisect": {0: "nothing differs", 1: "something differs"},
+    "demo": {0: "the promised accuracies were met", 1: "they were missed"},
+    "env": {},
+    "completion": {},
+}
+"""Command -> its exit statuses that differ from others' or that it alone has."""
 COMMAND_CODES: dict[str, dict[int, str]] = {
-    "train": {0: "all steps were made, and the weights are finite", 1: "an error while it ran"}
-    | {code: EXIT_CODES[code] for code in (2, 70, 73, 75, 130)},
-    "check": {
-        0: "there is no error; there may be warnings",
-        1: "something that was found is an error, or the round failed",
-        2: EXIT_CODES[2],
-        70: EXIT_CODES[70],
-    },
-    "eval": {0: "the evaluation was printed", 1: "an error while it ran", 2: EXIT_CODES[2], 70: EXIT_CODES[70]},
-    "plan": {0: "something fits", 1: "nothing fits", 2: "the command line or the model's configuration cannot work"},
-    "sweep": {
-        0: "all was done",
-        1: "an arm failed",
-        2: EXIT_CODES[2],
-        75: "stopped by SIGTERM, SIGUSR1 or SIGHUP; the same command goes on",
-        130: "stopped by Ctrl-C; the same command goes on",
-    },
-    "serve": {
-        0: "it was ended by Ctrl-C",
-        1: "a package or the address is missing, or the model cannot be loaded",
-        2: "the command line cannot work",
-    },
-    "vllm-serve": {
-        0: "the help was printed, or vLLM's server was ended",
-        1: "the server failed; any other status is that of vLLM's server too",
-        2: "the command line cannot work, or vLLM is missing",
-    },
-    "view": {
-        0: "it was ended by Ctrl-C, or the file was written",
-        1: "a package or the address is missing",
-        2: "there is no run, or the file cannot be written",
-        130: "stopped by Ctrl-C before there was a page",
-    },
-    "rollouts": {
-        0: "rollouts were printed",
-        1: "none is like that",
-        2: "there is no run, or the command line is wrong",
-    },
-    "replay": {
-        0: "every bit is the same",
-        1: "something differs",
-        2: "the step cannot be repeated, or the command line is wrong",
-    },
-    "bisect": {0: "nothing differs", 1: "something differs", 2: "there is no run, or the command line is wrong"},
-    "demo": {0: "the promised accuracies were met", 1: "they were missed", 2: "the command line is wrong"},
-    "env": {0: "all was printed", 1: "the model cannot be loaded", 2: "the command line is wrong"},
-    "completion": {0: "the script was printed", 2: "the command line is wrong"},
+    name: {code: EXIT_CODES[code] for code in (0, 1, 2)} | {130: "stopped by Ctrl-C"} | codes
+    for name, codes in _OF_COMMANDS.items()
 }
 """Command -> its exit status -> what it means."""
-for _command in COMMAND_CODES.keys() - {"vllm-serve"}:
-    COMMAND_CODES[_command].setdefault(130, "stopped by Ctrl-C")
+del COMMAND_CODES["vllm-serve"][130]
 
 
 def epilog(command: str, examples: str) -> str:
@@ -84,7 +58,7 @@ def epilog(command: str, examples: str) -> str:
 
 def codes_in_words(codes: dict[int, str]) -> str:
     """Returns exit codes and their meanings as lines."""
-    return "\n".join(["exit codes:", *(f"  {code:<5}{meaning}" for code, meaning in codes.items())]) + "\n"
+    return "\n".join(["exit codes:", *(f"  {code:<5}{meaning}" for code, meaning in sorted(codes.items()))]) + "\n"
 
 
 class CommandHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
