@@ -191,13 +191,6 @@ def test_a_reward_function_that_fails_is_an_error(checked: Any) -> None:
     assert code == 1 and re.search(r"error round it failed with \w+: .*'own'", shown)
 
 
-def test_reward_functions_that_give_no_number_are_an_error(checked: Any) -> None:
-    """The other findings are still there."""
-    code, shown, found = checked("--prompts", "1", reward="return [None] * len(completions)")
-    assert "error rewards own gave no number for any completion. Check the columns that the function reads" in shown
-    assert (code, found["variance"], found["memory"]) == (1, "warning", "ok")
-
-
 def test_without_a_round_nothing_is_sampled(checked: Any) -> None:
     """Remarks about the settings are findings; a prompt without room for a completion is one too."""
     flags = ["--no-round", "--max_completion_length", "510", "--sapo_temperature_pos", "2.0"]
@@ -264,10 +257,7 @@ def test_conversations_whose_turns_end_with_another_token(
     ("metrics", "topic", "status", "text"),
     [
         ({}, "ended", "ok", "100 % of completions ended by themselves; they are 3 to 9 tokens long"),
-        ({"completions/clipped_ratio": 0.1}, "ended", "ok", "90 % of completions ended by themselves, the others were"),
         ({"completions/clipped_ratio": 0.5}, "ended", "warning", "max_completion_length is 256. Raise"),
-        ({"completions/clipped_ratio": 1.0}, "ended", "error", "all completions were truncated"),
-        ({"frac_reward_zero_std": 0.25}, "variance", "ok", "75 % of groups have rewards that differ"),
         ({"frac_reward_zero_std": 0.75}, "variance", "warning", "75 % of groups have no variance"),
         ({"frac_reward_zero_std": 1.0}, "variance", "warning", "stop_without_signal=10 ends a run that stays so"),
         ({"rewards/one/mean": float("nan"), "reward": None}, "rewards", "error", "one gave no number"),
@@ -283,7 +273,6 @@ def test_conversations_whose_turns_end_with_another_token(
         ({"sampling/logp_mismatch": None}, "agreement", "warning", "were not compared: no token"),
         ({}, "memory", "ok", "1 process with libraries and model took at most 12 GiB of the 100 of the machine, 2 GiB"),
         ({"ranks": 8}, "memory", "warning", "8 processes with libraries and model took at most 96 GiB of the 100 of"),
-        ({"ranks": 8}, "memory", "warning", "16 GiB more than before the round. Lower per_device_train_batch_size"),
     ],
 )
 def test_numbers_of_a_round(metrics: dict[str, Any], topic: str, status: str, text: str) -> None:

@@ -63,9 +63,3 @@ def test_it_names_unsupported_parts_of_a_model(build, tmp_path, described):
 def test_a_missing_model_is_an_error(tmp_path, capsys):
     assert cli.main(["env", "--model", str(tmp_path / "nothing")]) == 1
     assert "cannot be loaded" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("dtype", ["float8", "int"])
-def test_an_unknown_dtype_is_an_error(model_dir, capsys, dtype):
-    assert cli.main(["env", "--model", str(model_dir), "--dtype", dtype]) == 1
-    assert dtype in capsys.readouterr().err

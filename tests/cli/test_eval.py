@@ -107,15 +107,6 @@ def test_several_sets_are_evaluated_and_compared_by_their_names(flags: list[str]
     assert "the evaluation of other has 2 sets, and this one 1" in capsys.readouterr().err
 
 
-def test_a_data_set_on_the_command_line_wins_over_that_of_the_file(flags: list[str], capsys: Any) -> None:
-    Path("few.jsonl").write_text(Path("rows.jsonl").read_text().splitlines()[0])
-    Path("run.yaml").write_text(Path("run.yaml").read_text() + "dataset_test_name: none.jsonl\n")
-    for given in (["--dataset", "few.jsonl"], ["--dataset_name", "few.jsonl"], ["--dataset-test-name", "few.jsonl"]):
-        place = flags.index("--dataset_name")
-        assert main(["eval", "model", *flags[:place], *flags[place + 2 :], *given]) == 0
-        assert "model on 1 prompts of few.jsonl" in capsys.readouterr().out
-
-
 def test_a_run_says_how_to_evaluate_its_model(
     flags: list[str], run_flags: list[str], tmp_path: Path, capsys: Any
 ) -> None:
@@ -167,16 +158,6 @@ def test_the_run_of_a_script_has_recorded_no_data(
     assert not [str(warning.message) for warning in recwarn if "no effect" in str(warning.message)]
     assert main(["eval", "model"]) == 2
     assert "no data set is given; give --dataset" in capsys.readouterr().err
-
-
-def test_the_completions_of_a_prompt_are_counted_by_flag_then_by_file(flags: list[str], capsys: Any) -> None:
-    Path("run.yaml").write_text("num_generations: 4\nnum_generations_eval: 3\nmax_completion_length: 2\n")
-    for given, size in (([], 3), (["--num-generations", "5"], 5), (["--num_generations=1"], 1)):
-        assert main(["eval", "model", *flags, *given, "--limit", "1"]) == 0
-        assert f"num_generations {size}, temperature 1.0" in capsys.readouterr().out
-    assert main(["eval", "model", *flags, "--limit", "1", "--answer", "length_parsed", "--k", "1,3"]) == 0
-    shown = capsys.readouterr().out
-    assert "maj@3" in shown and "temperature 1.0, top_p 1.0, repetition_penalty 1.0, max_completion_length 2" in shown
 
 
 def test_rewards_of_evaluation_in_the_file_take_the_place_of_those_of_training(flags: list[str], capsys: Any) -> None:

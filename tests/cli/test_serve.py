@@ -82,15 +82,6 @@ def test_the_most_likely_tokens_are_those_of_generate(served: Any) -> None:
         assert answer.choices[0].text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_a_temperature_close_to_0_is_that_of_0(served: Any) -> None:
-    client = client_of(served[0]).with_options(timeout=20)
-    cold = {"model": "m", "prompt": "1+1=", "temperature": 1e-45}
-    assert (
-        client.completions.create(**cold).choices[0].text
-        == client.completions.create(**{**cold, "temperature": 0}).choices[0].text
-    )
-
-
 def test_requests_of_many_options_are_answered(served: Any) -> None:
     client = client_of(served[0])
 
@@ -167,10 +158,7 @@ def test_what_connects_while_the_model_loads_is_answered(prepared: Any) -> None:
     ("option", "value", "said"),
     [
         ("--timeout", "0", "'0' is no number of seconds above 0"),
-        ("--timeout", "soon", "'soon' is no number of seconds above 0"),
-        ("--timeout", "nan", "'nan' is no number of seconds above 0"),
         ("--port", "70000", "'70000' is no port; give 1 to 65535"),
-        ("--port", "-1", "--port"),
     ],
 )
 def test_options_that_cannot_work(option: str, value: str, said: str, capsys: Any) -> None:

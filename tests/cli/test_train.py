@@ -233,11 +233,6 @@ def test_quantized_weights():
     assert (config.load_in_8bit, config.load_in_4bit) == (True, False)
 
 
-def test_four_bit_flags_without_load_in_4bit():
-    with pytest.warns(UserWarning, match="no effect: use_bnb_nested_quant=True without load_in_4bit"):
-        assert train.quantization_config(ModelArguments(use_bnb_nested_quant=True)) is None
-
-
 def test_the_gsm8k_example_builds_a_run(tmp_path):
     argv = ["--config", str(ROOT / "examples" / "gsm8k.yaml"), "--dataset_name", "rows.jsonl"]
     assert cli.main(["train", *argv, "--model_name_or_path", "some/model", "--max_steps", "2"]) == 0
