@@ -17,7 +17,7 @@ from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, 
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, shaping_fields, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged
-from groupgrad.objectives import Estimator, Mask, Method, find_estimator, find_mask, find_method
+from groupgrad.objectives import find_estimator, find_mask, find_method
 from groupgrad.spelling import with_nearest
 
 
@@ -90,35 +90,27 @@ def entries(kwargs: Any, keys: Collection[str]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in mapping(kwargs).items() if key in keys)
 
 
-def loss_settings_problem(c: GRPOSettings) -> str:
-    """Says what the loss cannot do with its settings."""
-    return _settings_problem(find_method(c.loss_type), c.loss_settings)
-
-
-def advantage_settings_problem(c: GRPOSettings) -> str:
-    """Says what the advantage estimator cannot do with its settings."""
-    return _settings_problem(find_estimator(c.advantage_estimator), c.advantage_settings)
-
-
-def mask_settings_problem(c: GRPOSettings) -> str:
-    """Says what the off-policy mask cannot do with its settings."""
-    return (
-        "" if c.off_policy_mask is None else _settings_problem(find_mask(c.off_policy_mask), c.off_policy_mask_settings)
-    )
-
-
-def _settings_problem(definition: Method | Estimator | Mask, settings: Any) -> str:
-    try:
-        definition.make_settings(mapping(settings))
-    except (TypeError, ValueError) as error:  # such as a text where it compares numbers
-        return str(error)
-    return ""
+def settings_problem(c: GRPOSettings) -> str:
+    """Says what the loss, the advantage estimator and the off-policy mask cannot do with their settings."""
+    named = [
+        (find_method, c.loss_type, c.loss_settings),
+        (find_estimator, c.advantage_estimator, c.advantage_settings),
+        (find_mask, c.off_policy_mask, c.off_policy_mask_settings),
+    ]
+    problems = []
+    for find, name, settings in named:
+        try:
+            if name is not None:
+                find(name).make_settings(mapping(settings))
+        except (TypeError, ValueError) as error:  # such as a text where it compares numbers
+            problems.append(str(error))
+    return "; ".join(problems)
 
 
 def smallest_group(c: GRPOSettings) -> int | None:
     """The completions of a prompt that the advantage estimator needs, if there are fewer."""
     estimator = find_estimator(c.advantage_estimator)
-    if estimator.smallest_group is None or advantage_settings_problem(c):
+    if estimator.smallest_group is None or settings_problem(c):
         return None
     needed = estimator.smallest_group(estimator.make_settings(mapping(c.advantage_settings)))
     return needed if needed > (c.num_generations or 0) else None

@@ -75,9 +75,7 @@ RULES: tuple[Rule, ...] = (
         "(arXiv:2510.13786); set epsilon_high to say so",
         warns=True,
     ),
-    Rule(conditions.loss_settings_problem, "{found}"),
-    Rule(conditions.advantage_settings_problem, "{found}"),
-    Rule(conditions.mask_settings_problem, "{found}"),
+    Rule(conditions.settings_problem, "{found}"),
     Rule(
         conditions.smallest_group,
         "advantage_estimator={c.advantage_estimator!r} with advantage_settings={c.advantage_settings} needs groups of "

@@ -12,6 +12,7 @@ from groupgrad.apps.check.small_round import DIFFERENCE, Round
 from groupgrad.apps.runs.student import student_quantile
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.run_folder.advice import Advice, Finding, advice_on_step
+from groupgrad.run_folder.render import duration
 from groupgrad.trainer.sampler_logprobs import MISMATCH
 from groupgrad.trainer.step_log import NO_VARIANCE, TRUNCATED, ending, percent, tolerance, variance
 
@@ -144,11 +145,11 @@ def _seconds(done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: i
     step_rows = plan.micro_batch_rows * plan.accumulation * plan.world_size
     step = metrics["step_time"] * step_rows / done.rows
     text = f"the round took {metrics['step_time']:.2g} s ({parts})"
-    text += f"; a step of {step_rows:,} completions takes about {_duration(step)} at this rate"
-    text += f", and {num_steps:,} steps {_duration(step * num_steps)}"
+    text += f"; a step of {step_rows:,} completions takes about {duration(step)} at this rate"
+    text += f", and {num_steps:,} steps {duration(step * num_steps)}"
     if num_evaluated:
         one = (metrics["step_time"] - metrics.get("time/training", 0.0)) / done.rows
-        text += f"; {num_evaluated:,} completions in evaluations take {_duration(one * num_evaluated)} more"
+        text += f"; {num_evaluated:,} completions in evaluations take {duration(one * num_evaluated)} more"
     return Finding("time", text)
 
 
@@ -168,10 +169,3 @@ def _memory(done: Round, plan: GenerationPlan) -> Finding:
         return Finding("memory", text)
     mend = "Lower per_device_train_batch_size, set gradient_checkpointing=True, or train an adapter."
     return Finding("memory", f"{text}.", "warning", mend)
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2g} s"

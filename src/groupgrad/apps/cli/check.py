@@ -200,8 +200,5 @@ def as_text(findings: Sequence[Finding], width: int) -> str:
 
 def in_numbers(findings: Sequence[Finding]) -> str:
     """Returns the numbers of errors and warnings, such as `0 errors, 1 warning`."""
-    return ", ".join(_counted(_count(findings, status), status) for status in ("error", "warning"))
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    counts = {status: _count(findings, status) for status in ("error", "warning")}
+    return ", ".join(f"{number} {status}{'' if number == 1 else 's'}" for status, number in counts.items())

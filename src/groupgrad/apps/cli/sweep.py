@@ -336,8 +336,6 @@ class CommandLinePanel:
         except subprocess.TimeoutExpired:
             raise ValueError(f"the command has not ended within {TIMEOUT_S} s and was given up") from None
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if not line.startswith("(GROUPGRAD_TRACEBACK")]
-            found = [line for line in lines if line.startswith("groupgrad sweep: error: ")]
-            message = "\n".join(lines[lines.index(found[0]) :] if found else lines[-3:])
-            raise ValueError(message.removeprefix("groupgrad sweep: error: ") or f"exit code {done.returncode}")
+            said = done.stderr.partition("groupgrad sweep: error: ")[2].partition("\n(GROUPGRAD_TRACEBACK")[0]
+            raise ValueError(said or done.stderr[-500:] or f"exit code {done.returncode}")
         return done.stdout.strip()
