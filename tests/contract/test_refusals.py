@@ -98,18 +98,15 @@ BAD: Table = {
         ({"model": 7}, "model is a int.*a model id, a directory"),
         ({"model": Qwen3ForCausalLM}, "model is a type.*a model id, a directory"),
         ({"reward_funcs": [3.5]}, "3.5.*give functions"),
-        ({"reward_funcs": [Grader]}, "Grader.*give functions"),
         (
             {"args": TrainingArguments(output_dir="out", use_cpu=True)},
             "args is a TrainingArguments.*groupgrad.GRPOConfig",
         ),
-        ({"args": {"beta": 0.1}}, "args is a dict.*groupgrad.GRPOConfig"),
         ({"train_dataset": [{"prompt": "a"}]}, "train_dataset is a list.*Dataset.from_list"),
         (
             {"train_dataset": DatasetDict({"train": rows(), "test": rows()})},
             r"train_dataset is a DatasetDict.*such as dataset\['train'\]",
         ),
-        ({"eval_dataset": [{"prompt": "a"}]}, "eval_dataset is a list.*Dataset.from_list"),
         ({"processing_class": "Qwen/Qwen3-0.6B"}, "processing_class is a str.*AutoTokenizer.from_pretrained"),
         ({"peft_config": {"r": 8}}, "peft_config is a dict.*peft.LoraConfig"),
         (
@@ -122,27 +119,10 @@ BAD: Table = {
     ValueError: [
         ({"model": "./nowhere"}, "model='./nowhere': there is no such.*set it to"),
         ({"reward_funcs": None}, "no reward source.*give a reward function"),
-        ({"reward_funcs": []}, "no reward source.*give a reward function"),
-        ({"reward_funcs": "accuracy_reward"}, "accuracy_reward.*give the function itself"),
         ({"reward_fn": print}, "reward_funcs and reward_fn.*put all of them into reward_funcs"),
         ({"train_dataset": None}, "train_dataset is None.*give a data set"),
         ({"train_dataset": rows(1)}, "train_dataset has 1 rows.*lower generation_batch_size"),
-        (
-            {
-                "args": GRPOConfig("out", use_cpu=True, remove_unused_columns=True, report_to="none"),
-                "train_dataset": Dataset.from_list([{"question": "1+1?", "answer": "2"}] * 4),
-            },
-            "'answer', 'question'.*rename the column that holds the prompts: dataset.rename_column",
-        ),
         ({"train_dataset": Dataset.from_list([{"question": "1+1?"}] * 4)}, "question.*rename_column"),
-        (
-            prompts("a" * 600, "b" * 700, "c"),
-            "2 prompts of train_dataset are too long.*700 tokens.*512 positions.*filter such rows",
-        ),
-        (
-            {"train_dataset": rows(image="x.png")},
-            "row 0 of train_dataset: .* in 'image', but Qwen3ForCausalLM reads text alone.*train a model that",
-        ),
         (
             {"eval_dataset": {"a": rows(), "b": rows().rename_column("prompt", "text")}},
             r"eval_dataset\['b'\] has the columns \['text'\].*rename_column",
@@ -159,16 +139,8 @@ BAD: Table = {
         ),
         ({"config": {"router_aux_loss_coef": 0.1}}, "router_aux_loss_coef=0.1.*set it to 0"),
         (
-            {"config": {"max_steps": -1}, "train_dataset": None, "environment_factory": Grader},
-            "train_dataset is None.*max_steps is -1.*set max_steps",
-        ),
-        (
             {"train_dataset": None, "environment_factory": {"a": Grader, "b": Grader}},
             "train_dataset is None and environment_factory names 2.*column 'environment'",
-        ),
-        (
-            {"config": {"generation_batch_size": 16}},
-            "train_dataset has 4 rows.* 8 distinct.*lower generation_batch_size",
         ),
         (
             {"config": BEST, "eval_dataset": {"easy": rows(2), "hard": rows(2)}},
@@ -201,7 +173,6 @@ BAD: Table = {
             {"reward_funcs": "./nowhere"},
             "reward_funcs has './nowhere'.* there is no such folder.*give the function itself",
         ),
-        ({"eval_dataset": rows(trainer_state="x")}, "eval_dataset has the column 'trainer_state'.*rename_column"),
     ],
     UnavailableError: [
         (
@@ -211,7 +182,6 @@ BAD: Table = {
     ],
     ConfigError: [
         ({"num_generations": 3}, "num_generations=3.*num_generations to"),
-        ({"num_generations": 1}, "num_generations=1.*2"),
     ],
 }
 
@@ -241,14 +211,6 @@ BAD_SETTINGS: Table = {
         (
             {"model_init_kwargs": {"load_in_4bit": True}},
             "cannot be loaded with model_init_kwargs={'load_in_4bit': True}.*unexpected keyword argument",
-        ),
-        (
-            {"model_init_kwargs": {"quantization_config": "4bit"}},
-            "cannot be loaded with model_init_kwargs={'quantization_config': '4bit'}",
-        ),
-        (
-            {"model_init_kwargs": {"vocab_size": 10}},
-            "cannot be loaded with model_init_kwargs={'vocab_size': 10}",
         ),
         ({"report_to": "tensorbord"}, "tensorbord is not supported.*only .*tensorboard.* are supported"),
     ],
