@@ -74,11 +74,6 @@ def test_a_command_line_that_cannot_work_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "--tensor-parallel-size" in capsys.readouterr().out
-
-
 def test_without_vllm_the_command_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
