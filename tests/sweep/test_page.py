@@ -155,25 +155,6 @@ def test_the_share_of_steps_is_rounded_as_on_the_page(store, tmp_path, capsys):
     assert "13 steps, 33% of training all arms" in capsys.readouterr().out  # of 32.5 %
 
 
-def test_a_sweep_in_training_is_given_commands_at_once(store, tmp_path, monkeypatch):
-    def refuse(*args: object, **keywords: object) -> None:
-        raise AssertionError("no process is needed")
-
-    panel = add(store, "01-a", "02-b")
-    store.set_state(2, "dropped")
-    with locked(tmp_path):
-        monkeypatch.setattr("groupgrad.apps.cli.sweep.subprocess.run", refuse)
-        said = panel.act("stop", 1, [], from_weights=False)
-        assert said == "stop of 01-a: queued; the sweep takes it after the present step"
-        with pytest.raises(ValueError, match="'7' is no arm of the sweep"):
-            panel.act("delete", 7, [], from_weights=False)
-        with pytest.raises(ValueError, match="arm 02-b is dropped, only an arm that is waiting can be stopped"):
-            panel.act("stop", 2, [], from_weights=False)
-    assert [(command.kind, command.arm) for command in store.queued()] == [("stop", 1)]
-    with pytest.raises(AssertionError, match="no process is needed"):  # nothing trains the sweep any more
-        panel.act("resume", 1, [], from_weights=False)
-
-
 @pytest.mark.slow
 def test_commands_of_the_page_follow_the_rules_of_the_command_line(sweep_file, monkeypatch):
     source = str(Path(__file__).parents[2] / "src")

@@ -298,9 +298,8 @@ MAX_COMMANDS = 20
 
 
 class CommandLinePanel:
-    """The arms of a sweep in a folder. A clone is made by `groupgrad sweep clone` in a process of its own: it follows
-    the same rules, and the page's process imports neither torch nor reward functions. Other commands are queued at
-    once while the sweep is trained.
+    """The arms of a sweep in a folder. Its commands are those of `groupgrad sweep`, each in a process of its own: they
+    follow the same rules, and the page's process imports neither torch nor reward functions.
 
     ValueError or sqlite3.Error if the folder holds no sweep that can be read.
     """
@@ -322,11 +321,6 @@ class CommandLinePanel:
 
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
         """Gives a command and returns the message for the user. ValueError, with the reason, if it is refused."""
-        if kind != "clone" and is_trained(self.path):  # which needs no check of settings
-            found = self._store.find(str(arm))
-            check_queued(self._store, kind, found)
-            self._store.queue(kind, arm)
-            return f"{kind} of {found.name}: queued; the sweep takes it after the present step"
         flags = [f"--set={setting}" for setting in settings] + (["--from-weights"] if from_weights else [])
         command = [sys.executable, "-m", "groupgrad", "sweep", kind, str(self.path.absolute()), str(arm), *flags]
         try:
