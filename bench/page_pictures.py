@@ -4,6 +4,8 @@
     python bench/page_pictures.py runs/demo docs
     python examples/programs/openai_agents_sdk.py runs/smollm2 runs/agents max_steps=3
     python bench/page_pictures.py runs/agents docs agent
+    python examples/programs/openai_client.py runs/smollm2 runs/client max_steps=3
+    python bench/page_pictures.py runs/client docs turns
     python bench/page_pictures.py runs/rates docs sweep      while a sweep trains there
 
 It needs Playwright and Chromium (`pip install playwright`, `apt-get install chromium`).
@@ -22,6 +24,9 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+MESSAGES = 'summary:text-matches("as . messages")'
+"""What opens the messages of a rollout."""
+
 PICTURES: dict[str, dict[str, tuple[str, tuple[int, int], Any, str]]] = {
     "demo": {
         "view-overview.png": ("#/", (1280, 900), "light", ".chart canvas"),
@@ -29,6 +34,7 @@ PICTURES: dict[str, dict[str, tuple[str, tuple[int, int], Any, str]]] = {
         "view-phone.png": ("#/rollouts", (390, 780), "dark", ".item .chip"),
     },
     "agent": {"view-agent.png": ("#/rollouts?run=0&step=1&group=0&row=0", (1280, 720), "light", ".tokens")},
+    "turns": {"view-turns.png": ("#/rollouts?run=0&step=1&group=0&row=0", (1280, 720), "light", MESSAGES)},
     "sweep": {"view-sweep.png": ("#/sweep", (1280, 560), "light", ".sweep")},
 }
 """Kind of run → file → place on the page, size, colours, and what has to be there."""
@@ -50,6 +56,8 @@ def main(run: Path, folder: Path, kind: str) -> None:
                     page.goto(address + where)
                     page.wait_for_selector(wanted)
                     page.wait_for_timeout(3000)  # until all rollouts are counted
+                    if wanted == MESSAGES:
+                        page.locator(MESSAGES).first.click()
                     save(page.screenshot(), folder / name)
         finally:
             server.terminate()
