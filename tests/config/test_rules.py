@@ -75,6 +75,14 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"eval_sampling": {"max_completion_length": None}}, ["in eval_sampling, max_completion_length=None"]),
     ({"eval_sampling": {"num_generations": 0}}, ["in eval_sampling, num_generations=0", "at least 1"]),
     (
+        {"eval_sampling": {"num_generations": 4}, "num_generations_eval": 8},
+        ["num_generations_eval=8, and eval_sampling has num_generations=4"],
+    ),
+    (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        ["num_steps=2", "set gradient_accumulation_steps"],
+    ),
+    (
         {"eval_sampling": {"num_generations": 3}, "eval_strategy": "steps"},
         ["groups of 3", "per_device_eval_batch_size to a multiple of 3"],
     ),

@@ -215,6 +215,11 @@ def parallel_sizes(c: GRPOSettings) -> str:
     return entries({name: size for name in names if (size := getattr(c.parallelism_config, name, 1) or 1) > 1}, names)
 
 
+def accumulation_kwargs(c: GRPOSettings) -> dict[str, Any]:
+    """Accelerate's options of gradient accumulation."""
+    return mapping(getattr(c.accelerator_config, "gradient_accumulation_kwargs", None))
+
+
 def fields_of_rows(c: GRPOSettings) -> str | None:
     """Finds entries of `generation_kwargs` that groupgrad sets for each row of vLLM's requests."""
     if overridden_sampling(c):

@@ -16,7 +16,7 @@ from groupgrad.config import conditions
 from groupgrad.config.conditions import FSDP_OPTIMIZERS, Rule
 from groupgrad.config.field_rules import field_problems
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
-from groupgrad.config.settings import GRPOSettings
+from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.config.unused_settings import unused_settings
 from groupgrad.objectives import find_method
 
@@ -63,6 +63,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(conditions.cut_group, "{found}"),
     Rule(conditions.cut_evaluation_group, "{found}"),
+    Rule(
+        lambda c: (
+            None not in (sizes := (c.num_generations_eval, mapping(c.eval_sampling).get("num_generations")))
+            and sizes[0] != sizes[1]
+            and sizes[1]
+        ),
+        "num_generations_eval={c.num_generations_eval}, and eval_sampling has num_generations={found}. Set one of them",
+    ),
     Rule(
         lambda c: (most := max(c.eval_k or [0])) > c.num_generations_eval_resolved and most,
         "eval_k has {found}, and an evaluation samples {c.num_generations_eval_resolved} completions of a prompt. Set "
@@ -160,6 +168,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.context_parallel_size > 1 and conditions.beside_context_parallel(c),
         "context_parallel_size={c.context_parallel_size} does not go with {found}. Change that, or set "
         "context_parallel_size=1",
+    ),
+    Rule(
+        lambda c: (steps := conditions.accumulation_kwargs(c).get("num_steps", 1)) != 1 and str(steps),
+        "accelerator_config has num_steps={found}, which would change the step behind the batch arithmetic. Take it "
+        "out and set gradient_accumulation_steps",
     ),
     # --- FSDP ---
     Rule(
