@@ -15,9 +15,12 @@ from noted_calls import note_calls
 
 from groupgrad.engines import selection
 from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native.cpp_step import CompiledStep
+from groupgrad.engines.native.direct_step import DirectModel
 from groupgrad.engines.selection import EngineOptions, choose_engine, replaces_generate
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
+from groupgrad.kernels import fallbacks, library, status
 from groupgrad.scoring.forward import ForwardOptions
 from groupgrad.scoring.self_check import check_layout
 
@@ -99,6 +102,33 @@ def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, caplog):
     assert not any("\n" in text for text in texts)
     assert chosen.gap is not None
     assert chosen.gap < 1e-5
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("problem", ["its log-probs differ by", "sampling random tokens failed: RuntimeError: no"])
+def test_a_direct_form_that_differs_or_fails_leaves_the_native_engine_its_modules(
+    build, is_compiled, problem, monkeypatch, caplog
+):
+    if is_compiled and library() is None:
+        pytest.skip(status())
+    monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "1" if is_compiled else "0")
+    form = CompiledStep if is_compiled else DirectModel
+    compute = form.__call__
+
+    def wrong(self, tokens, positions, *others):
+        if "failed" in problem:
+            raise RuntimeError("no")
+        return compute(self, tokens, positions + 1, *others)
+
+    monkeypatch.setattr(fallbacks, "_found", {})
+    monkeypatch.setattr(form, "__call__", wrong)
+    monkeypatch.setattr(CompiledStep, "sample", lambda self, tokens, positions, *_: wrong(self, tokens, positions))
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_engine(build("llama"), EngineOptions(), OPTIONS)
+    assert (chosen.name, chosen.engine.path.split(";")[0]) == ("native", "modules")
+    assert chosen.gap is not None and chosen.gap < 1e-5
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith(f"decode steps run through the model's modules, which is slower: {problem}")
 
 
 @pytest.mark.parametrize("gap", [0.5, 2.0])

@@ -149,5 +149,4 @@ def triton_twins() -> Iterator[None]:
             patch.setattr(native, name, module, raising=False)
         patch.setattr(decode_kernels, "_is_on_gpu", lambda tensor: tensor.is_cuda)
         patch.setattr(decode_kernels, "_has_triton", lambda: True)
-        patch.setattr(decode_kernels, "_agrees", {})
         yield

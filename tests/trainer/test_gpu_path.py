@@ -62,10 +62,6 @@ def test_training_samples_by_the_direct_form(fields, steps, make_gpu_trainer, tm
     with trainers_on_simulated_cuda(), triton_twins():
         trainer = make_gpu_trainer(**fields)
         assert trainer.args.bf16  # the default
-        # The start-up's trial came before accelerate's forward method; let the run compare the forms anew.
-        trainer.engine._fingerprint = ()
-        for computed in steps.values():
-            computed.clear()
         trainer.train()
         logged = trainer.state.log_history[0]
     assert not said_by_engines(caplog)
@@ -74,7 +70,7 @@ def test_training_samples_by_the_direct_form(fields, steps, make_gpu_trainer, tm
     record = json.loads((tmp_path / "run" / "run_config.json").read_text())["sampling"]
     assert (record["engine"], record["path"], record["old_logprobs"]) == ("native", "direct", None)
     assert "native engine, steps run direct\n" in capsys.readouterr().out
-    assert len(steps["direct"]) >= 3 and len(steps["modules"]) == 1
+    assert len(steps["direct"]) >= 3 and not steps["modules"]
 
 
 @pytest.mark.slow
@@ -123,20 +119,6 @@ def test_a_forward_method_of_the_user_is_called(make_model):
             patch.setattr(decode_kernels, "_has_triton", lambda: True)
             form = direct_model(model, {})
         assert form == "the forward method of Qwen3ForCausalLM was replaced"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shift", [0.02, 0.2])
-def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps, make_gpu_trainer):
-    """Largest logits are below 1: bfloat16 explains 0.02 of it, float32 would not, and nothing explains 0.2."""
-    with trainers_on_simulated_cuda(), triton_twins(), pytest.MonkeyPatch.context() as patch:
-        trainer = make_gpu_trainer()
-        compute = DirectModel.__call__
-        patch.setattr(DirectModel, "__call__", lambda *arguments: compute(*arguments) + shift)
-        trainer.engine._fingerprint = ()
-        steps["modules"].clear()
-        trainer.train()
-    assert (len(steps["modules"]) == 1) == (shift == 0.02)
 
 
 def test_a_micro_batch_makes_the_host_wait_for_nothing(make_gpu_trainer):

@@ -18,9 +18,11 @@ from groupgrad import compat
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.engines.continuous_batching import ContinuousBatchingEngine
 from groupgrad.engines.native import NativeEngine
+from groupgrad.engines.native.runner import MODULES
 from groupgrad.engines.native.sampling_params import unsupported
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
+from groupgrad.kernels.fallbacks import fall_back
 from groupgrad.models.adapters import is_adapted
 from groupgrad.models.model_names import model_source
 from groupgrad.models.unwrapping import base_model, is_multimodal, pretrained, unwrap
@@ -82,8 +84,8 @@ def choose_engine(
     """Chooses the native engine if `model` and the sampling options allow it, otherwise `generate`.
 
     The native engine is first tried on random tokens and on `example`, a prompt with images. If its log-probs differ
-    from a plain forward pass it is not used, and one warning names the model and the difference. With `engine="native"`
-    an obstacle is an error.
+    from a plain forward pass, it runs the model's modules; if they still differ, it is not used. One warning names the
+    difference. With `engine="native"` an obstacle is an error.
 
     `generate` is tried in the same way: if left padding changes a model's completions, as with some recurrent models,
     only prompts of equal lengths share a call; if cached keys and values do, as with some releases of peft, it runs
@@ -98,13 +100,7 @@ def choose_engine(
     if options.engine != "transformers":
         reason = _obstacle(model, sampling)
         if reason is None:
-            native = NativeEngine(
-                model,
-                tokenizer=tokenizer,
-                kv_memory=options.kv_memory,
-                precision=precision,
-            )
-            found = trial.compare(native, SamplingOptions(max_new_tokens=5))
+            native, found = _tried_native(trial, tokenizer, options.kv_memory)
             reason = found.problem
             if reason is None:
                 trial.check_options(native, sampling)
@@ -182,6 +178,20 @@ def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
     return None
 
 
+def _tried_native(trial: _Trial, tokenizer: Any, kv_memory: int | None) -> tuple[NativeEngine, _Comparison]:
+    """The native engine in its fastest form that agrees with training, and else in its plain one."""
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "kv_memory": kv_memory, "precision": trial.precision}
+    engine, sampling = NativeEngine(trial.model, **settings), SamplingOptions(max_new_tokens=5)
+    found = trial.compare(engine, sampling)
+    if found.problem is None:
+        return engine, found
+    plain = NativeEngine(trial.model, **settings, is_plain=True)
+    of_plain = trial.compare(plain, sampling)
+    if of_plain.problem is None:
+        fall_back(logger, MODULES, found.problem)
+    return plain, of_plain
+
+
 def _tried_generate(
     trial: _Trial, settings: dict[str, Any], cache_implementation: str | None
 ) -> tuple[TransformersEngine, _Comparison]:
@@ -251,7 +261,9 @@ class _Trial:
             media = (*media, self.example.media)
         requests = [Request(prompts[p], seed=i, max_new_tokens=3 + i % 3, media=media[p]) for i, p in enumerate(rows)]
         try:
-            samples = engine.sample(requests, sampling)
+            # Alone, since a session with images may compute steps in another way.
+            parts = [part for part in (requests[:5], requests[5:]) if part]
+            samples = [sample for part in parts for sample in engine.sample(part, sampling)]
         except Exception as error:  # a model's own code may raise anything; `generate` remains
             return _Comparison(f"sampling random tokens failed: {type(error).__name__}: {error}")
         if any(len(sample.logprobs or ()) != len(sample.ids) or not sample.ids for sample in samples):

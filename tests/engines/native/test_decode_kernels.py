@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from noted_calls import note_calls
 from sample_checks import assert_same_samples
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine, attention_layouts, decode_kernels
+from groupgrad.engines.native import NativeEngine, attention_layouts
 from groupgrad.engines.native.attention_layouts import DecodeBatch, DecodeLayout, StepShape
-from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import CacheRoom, KVCache, LayerShape
 from groupgrad.scoring.attention_layout import AttentionCall
 
@@ -65,20 +65,17 @@ def make_batch(seed: int, most: int = 700, prompt: int = 600) -> DecodeBatch:
     return DecodeBatch(groups, [sizes[group] for group in groups], lengths)
 
 
-def with_kernels(monkeypatch: pytest.MonkeyPatch, call: AttentionCall) -> None:
-    """Lets decode plans use the kernels, without a comparison, for tensors on the CPU."""
-
-    def kernels(query: Any, new: Any, own: Any, prompts: Any, tables: Any, products: Any) -> torch.Tensor:
-        return triton_attention.decode_attention(query, new, own, prompts, tables, call)
-
-    monkeypatch.setattr(attention_layouts, "decode_kernels_for", lambda *_: kernels)
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets decode plans use the kernels for tensors on the CPU from the call on."""
+    return lambda: monkeypatch.setattr(attention_layouts, "has_attention_kernels", lambda query: True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 1, 40, 300])
 @pytest.mark.parametrize("special", [False, True])
 def test_numbers_are_those_of_matrix_products(
-    kind: tuple[int, int, int, int], window: int | None, special: bool, monkeypatch: pytest.MonkeyPatch
+    kind: tuple[int, int, int, int], window: int | None, special: bool, with_kernels: Callable[[], None]
 ) -> None:
     kv_heads, repeat, key_dim, value_dim = kind
     seed = 100 * kv_heads + repeat + (window or 0)
@@ -91,7 +88,7 @@ def test_numbers_are_those_of_matrix_products(
     shape = StepShape(rows + 2, groups + 2, 6, max(batch.prompt_lengths) + 3, max(batch.lengths) + 6)
     exact = DecodeLayout(cache, batch)
     singles = KVCache({0: LayerShape(kv_heads, key_dim, value_dim, torch.float32, CPU)}, 2**40)
-    with_kernels(monkeypatch, call)
+    with_kernels()
     for buffer, other in ((cache.suffixes, singles.suffixes), (cache.prompts, singles.prompts)):
         other.resize(buffer.num_slots, buffer.slot_size)
         for tensor, copy in zip(buffer.tensors[0], other.tensors[0]):
@@ -111,7 +108,7 @@ def test_numbers_are_those_of_matrix_products(
                 assert torch.equal(stored[row, :, : length + 1].float(), copy[row, :, : length + 1])
 
 
-def test_keys_before_a_window_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_before_a_window_are_not_read(with_kernels: Callable[[], None]) -> None:
     """NaN there would come through: values are multiplied with weights of 0."""
     torch.manual_seed(0)
     window, batch = 40, DecodeBatch([0, 0, 1], [300, 300, 280], [10, 600, 700])
@@ -124,25 +121,25 @@ def test_keys_before_a_window_are_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     for stored in cache.prompts.tensors[0]:
         stored[0, :, : 300 + 10 + 1 - window] = torch.nan
         stored[1] = torch.nan
-    with_kernels(monkeypatch, call)
+    with_kernels()
     torch.testing.assert_close(
         DecodeLayout(cache, batch).attend(query, key, value, call), expected, rtol=1e-5, atol=1e-5
     )
 
 
-def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision(with_kernels: Callable[[], None]) -> None:
     torch.manual_seed(0)
     batch, call = make_batch(5, most=1500), AttentionCall(0, 0.125)
     cache = make_cache(2, 64, 64, batch, torch.float16)
     query, key, value = (torch.randn(heads, len(batch.groups), 64).half() for heads in (8, 2, 2))
     expected = DecodeLayout(cache, batch)._products(query, key, value, call)
-    with_kernels(monkeypatch, call)
+    with_kernels()
     found = DecodeLayout(cache, batch).attend(query, key, value, call)
     assert found.dtype == torch.float16
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=5e-4)
 
 
-def test_rows_advance_and_change_within_a_recorded_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_advance_and_change_within_a_recorded_shape(with_kernels: Callable[[], None]) -> None:
     torch.manual_seed(0)
     call, shape = AttentionCall(0, 0.25, window=90), StepShape(8, 4, 4, 70, 310)
     first = DecodeBatch([0, 0, 0, 1, 2], [70, 70, 70, 9, 33], [3, 250, 255, 0, 64])
@@ -152,7 +149,7 @@ def test_rows_advance_and_change_within_a_recorded_shape(monkeypatch: pytest.Mon
     for tensor in cache.prompts.tensors[0]:
         tensor.normal_()
     kernels, products = DecodeLayout(cache, first, shape), DecodeLayout(cache, first, shape)
-    with_kernels(monkeypatch, call)
+    with_kernels()
     for batch in (first, later):
         kernels.change(batch)
         products.change(batch)
@@ -170,76 +167,19 @@ def test_rows_advance_and_change_within_a_recorded_shape(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "name", ["qwen3", "gemma2 (soft caps)", "gpt-oss (experts, sinks)", "mistral (sliding window)"]
 )
-def test_rows_sampled_with_the_kernels_say_the_same(name: str, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_sampled_with_the_kernels_say_the_same(
+    name: str, build: Any, with_kernels: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
     model = build(name, max_position_embeddings=512)
     requests = [Request([5, 6, 7, 8, 9] if i < 4 else [10, 11], i, 10 + 6 * i) for i in range(6)]
     options = SamplingOptions(max_new_tokens=60, eos_ids=(1,))
     expected = NativeEngine(model).sample(requests, options)
-    asked = []
-
-    def kernels_for(*given: Any) -> Any:
-        def kernels(query: Any, new: Any, own: Any, prompts: Any, tables: Any, products: Any) -> torch.Tensor:
-            asked.append(given[-1].layer)
-            return triton_attention.decode_attention(query, new, own, prompts, tables, given[-1])
-
-        return kernels
-
-    monkeypatch.setattr(attention_layouts, "decode_kernels_for", kernels_for)
+    asked = note_calls(monkeypatch, triton_attention, "decode_attention")
+    with_kernels()
     found = NativeEngine(model).sample(requests, options)
     assert len(asked) > 50
     assert_same_samples(found, expected, absolute=2e-5, relative=0.0)
-
-
-class Call:
-    """Arguments of the chosen kernels, whose products are ones."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, output: Callable[[], torch.Tensor]) -> None:
-        self.query, self.num_products = torch.zeros(2, 3, 16), 0
-        monkeypatch.setattr(decode_kernels, "_agrees", {})
-        monkeypatch.setattr(decode_kernels, "_is_on_gpu", lambda query: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(triton_attention, "decode_attention", lambda *_: output())
-        self.tables = DecodeTables(torch.zeros(3), torch.zeros(3), torch.zeros(1, 4), 2, 1, 1)
-
-    def __call__(self) -> torch.Tensor:
-        def products() -> torch.Tensor:
-            self.num_products += 1
-            return torch.ones(3, 2, 16)
-
-        kernels = decode_kernels.decode_kernels_for(self.query, self.query, self.query, AttentionCall(0, 1.0))
-        pair = (self.query, self.query)
-        return products() if kernels is None else kernels(self.query, pair, pair, pair, self.tables, products)
-
-
-def test_a_kind_of_call_is_compared_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    ignored = torch.ones(3, 2, 16)
-    ignored[2] = 7  # a row of padding
-    call = Call(monkeypatch, lambda: ignored * 1.00001)
-    assert call().max() == 1 and call().max() > 1 and call().max() > 1
-    assert call.num_products == 1 and not caplog.records
-
-
-def failing() -> torch.Tensor:
-    raise RuntimeError("out of resource: shared memory")
-
-
-@pytest.mark.parametrize(
-    ("output", "problem"),
-    [
-        (failing, "RuntimeError: out of resource: shared memory"),
-        (lambda: torch.full((3, 2, 16), 1.01), "their outputs differ by 1.0e-02"),
-        (lambda: torch.full((3, 2, 16), torch.nan), "their outputs differ by nan"),
-    ],
-)
-def test_kernels_that_fail_or_differ_are_not_used(
-    output: Any, problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    call = Call(monkeypatch, output)
-    for _ in range(3):
-        assert torch.equal(call(), torch.ones(3, 2, 16))
-    (record,) = caplog.records
-    assert problem in record.getMessage()
 
 
 COMPILE = Path(__file__).with_name("compile_decode_kernels.py")

@@ -12,7 +12,7 @@ from noted_calls import note_calls
 from sample_checks import assert_same_samples
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine, engine, runner
+from groupgrad.engines.native import NativeEngine, runner
 from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.direct_step import DirectModel, direct_model
 from groupgrad.engines.native.logits import last_logits
@@ -51,26 +51,8 @@ def test_direct_steps_give_the_texts_of_the_models_own(family: str, adapted: boo
         native = NativeEngine(model)
         actual = native.sample(requests(), OPTIONS)
     assert not [record for record in caplog.records if record.name.startswith("groupgrad")]
-    # Both forms run the first step once more, to be compared.
-    assert (len(own), len(direct)) == (1, native.statistics.num_steps + 1)
-    monkeypatch.setattr(engine, "direct_model", lambda model, calls: None)
-    assert_same_samples(actual, NativeEngine(model).sample(requests(), OPTIONS))
-
-
-def test_a_direct_step_that_differs_is_given_up(monkeypatch, caplog):
-    model = make("Llama")
-    monkeypatch.setattr(engine, "direct_model", lambda model, calls: None)
-    expected = NativeEngine(model).sample(requests(), OPTIONS)
-
-    def wrong(tokens: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
-        return direct(tokens, positions + 1, attention)
-
-    direct = direct_model(model, calls(model))
-    assert isinstance(direct, DirectModel)
-    monkeypatch.setattr(engine, "direct_model", lambda model, calls: wrong)
-    with caplog.at_level(logging.WARNING):
-        assert NativeEngine(model).sample(requests(), OPTIONS) == expected
-    assert "the direct form differs by" in caplog.text
+    assert (len(own), len(direct)) == (0, native.statistics.num_steps)
+    assert_same_samples(actual, NativeEngine(model, is_plain=True).sample(requests(), OPTIONS))
 
 
 def test_models_that_it_does_not_fit(build):

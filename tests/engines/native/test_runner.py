@@ -379,10 +379,9 @@ def test_cuda_graphs_give_what_the_modules_give(name: str, dtype: torch.dtype, b
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_triton_attends_as_matrix_products_do(name: str, dtype: torch.dtype, build, monkeypatch, caplog):
     pytest.importorskip("triton")
-    monkeypatch.setattr(decode_kernels, "_agrees", {})
     model = on_card(name, build, dtype)
     found = NativeEngine(model).sample(requests(), OPTIONS)
-    assert decode_kernels._agrees and all(decode_kernels._agrees.values()) and not caplog.records
+    assert not caplog.records
     monkeypatch.setenv(decode_kernels.SWITCH, "0")
     for ours, theirs in zip(found, NativeEngine(model).sample(requests(), OPTIONS)):
         if dtype == torch.float32:

@@ -18,7 +18,7 @@ from triton_twins import triton_twins
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.kv_cache import KVBuffer
-from groupgrad.engines.native.runner import DecodeRunner, StepRecorder
+from groupgrad.engines.native.runner import DecodeRunner
 
 OPTIONS = SamplingOptions(max_new_tokens=12, eos_ids=(1,), pad_id=0)
 
@@ -37,7 +37,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
 
         monkeypatch.setattr(kind, "__init__", making)
 
-    for kind in (DecodeRunner, StepRecorder, KVBuffer, Graph):
+    for kind in (DecodeRunner, KVBuffer, Graph):
         note(kind)
     resize = KVBuffer.resize
 

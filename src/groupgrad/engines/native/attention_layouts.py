@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from groupgrad.engines.native.decode_kernels import decode_kernels_for
+from groupgrad.engines.native.decode_kernels import has_attention_kernels
 from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, StateShape
 from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
@@ -233,11 +233,12 @@ class DecodeLayout:
     """Attention of one new token for each of n rows, which have the first n suffix slots of the cache.
 
     A layout serves one set of rows; `advance` moves it to the next step. With a `shape` sizes are fixed and its tensors
-    keep their memory, so that the operations of a step can be recorded; `change` then replaces the rows.
+    keep their memory, so that the operations of a step can be recorded; `change` then replaces the rows. On a GPU
+    attention runs in Triton's kernels where there are some, unless `uses_triton` is false.
     """
 
-    def __init__(self, cache: KVCache, batch: DecodeBatch, shape: StepShape | None = None):
-        self._cache, self._batch, self._shape = cache, batch, shape
+    def __init__(self, cache: KVCache, batch: DecodeBatch, shape: StepShape | None = None, *, uses_triton: bool = True):
+        self._cache, self._batch, self._shape, self._uses_triton = cache, batch, shape, uses_triton
         self._orders: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         self._masks: dict[tuple[int | None, int, torch.device], list[torch.Tensor | None]] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
@@ -288,12 +289,14 @@ class DecodeLayout:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(n, Hq, D) outputs from query (Hq, n, D), key and value (Hkv, n, D)."""
-        triton = decode_kernels_for(query, key, value, call)
-        if triton is None:
+        if not (self._uses_triton and has_attention_kernels(query)):
             return self._products(query, key, value, call)
-        suffixes, prompts = self._cache.suffixes.tensors[call.layer], self._cache.prompts.tensors[call.layer]
-        tables = self._device_tables(query.device)
-        return triton(query, (key, value), suffixes, prompts, tables, lambda: self._products(query, key, value, call))
+        from groupgrad.engines.native import triton_attention  # Triton is there on machines with a GPU
+
+        stored = self._cache.suffixes.tensors[call.layer], self._cache.prompts.tensors[call.layer]
+        with torch.cuda.device_of(query):  # where Triton launches, unlike torch, if another device is the current one
+            tables = self._device_tables(query.device)
+            return triton_attention.decode_attention(query, (key, value), *stored, tables, call)
 
     def _products(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

@@ -4,8 +4,8 @@ On a CPU a small model's step spends a fifth of its time between the matrix prod
 rotary embeddings of many small operations each. The direct form applies the same formulas to the same weights in fewer
 calls, or in one compiled call where all modules are plain and there is a compiler (see `kernels`). On a GPU it does so
 in Triton's kernels (`triton_layers`). Decoders with recurrent layers have only the compiled form of the CPU. A probe
-run of the model records which attention each layer computes. The first step runs in both forms, whose logits are
-compared (`runner.ModelForms`); so does the first step after the model's modules have changed.
+run of the model records which attention each layer computes. `engines/selection.py` compares what an engine samples by
+it with a plain forward pass, and leaves it if that differs.
 """
 
 from __future__ import annotations

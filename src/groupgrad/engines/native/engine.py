@@ -47,7 +47,8 @@ class NativeEngine:
     """Samples from `model` in process, under adapters too, in evaluation mode and without gradients.
 
     `kv_memory` bounds the keys and values in bytes (None: half of the memory that is free when a session opens),
-    `max_rows` the sequences that run at once (None: as many as fit). `precision` makes training's autocast context. The
+    `max_rows` the sequences that run at once (None: as many as fit). `precision` makes training's autocast context. An
+    engine that `is_plain` computes decode steps in the model's modules, and attention on a GPU by matrix products. The
     model has to pass `scoring.attention.flat_obstacle`.
     """
 
@@ -63,8 +64,9 @@ class NativeEngine:
         kv_memory: int | None = None,
         max_rows: int | None = None,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        is_plain: bool = False,
     ):
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._is_plain = model, tokenizer, is_plain
         self._kv_memory, self._max_rows, self._precision = kv_memory, max_rows, precision
         self._probe, self._findings = ProbeLayout(), StepFindings()
         self._fingerprint: tuple[Any, ...] = ()
@@ -128,12 +130,22 @@ class NativeEngine:
         device, probe = input_device(model), self._probe_of(model)
         devices = {part.device for part in (*probe.layers.values(), *probe.states)}
         record = self._recorder(devices) if self._findings.can_record else None
-        cache, direct = self._make_cache(probe, record is not None), self._direct_form(model, probe)
+        cache = self._make_cache(probe, record is not None)
+        direct = None if self._is_plain else self._direct_form(model, probe)
+        runner = DecodeRunner(
+            model,
+            cache,
+            device,
+            record=record,
+            direct=direct,
+            findings=self._findings,
+            uses_triton=not self._is_plain,
+        )
         return NativeSession(
             model,
             Sampler(params, device),
             Scheduler(cache, self._max_rows),
-            DecodeRunner(model, cache, device, record=record, direct=direct, findings=self._findings),
+            runner,
             StopStrings(params.stop_strings, self._tokenizer),
             statistics,
             # Only an explicit bound refuses a sequence.

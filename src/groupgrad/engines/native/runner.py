@@ -6,7 +6,6 @@
 #   CompiledRun    on a CPU     several steps in one call of C++, which sees the ends of rows itself
 #   EagerStep      anywhere     one step, in the direct form or in the model's modules
 #
-#   the model is new    the first step runs in the modules and in the direct form; the form that differs is dropped
 #   rows stay           `run` adds tokens to them, as far ahead of the host as `run_ahead` allows
 #   rows change         the session asks for another step; a recorded one of the same sizes takes the new rows
 #   buffers move        keys and values have other addresses: recordings are void, compiled steps read the new ones
@@ -15,9 +14,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,14 +33,8 @@ from groupgrad.engines.native.run_ahead import RunAhead
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.kernels.fallbacks import fall_back
 from groupgrad.memory.oom import is_out_of_memory
-from groupgrad.scoring.rounding import Rounding
 
 logger = logging.getLogger(__name__)
-
-DIRECT_TOLERANCE, DIRECT_ROUNDINGS = 1e-5, 8
-"""Largest accepted difference between the logits of a model and of its direct form, relative to the largest logit: the
-first in float32, so many times the distance of 1.0 to the next number in coarser types."""
-
 
 MODULES = "decode steps run through the model's modules, which is slower"
 """What is said where a family with a direct form runs without it."""
@@ -52,10 +46,8 @@ stored."""
 
 @dataclass(slots=True)
 class StepFindings:
-    """Results of the trials of a model's decode steps, which hold as long as its modules stay the same."""
+    """What the decode steps of a model have shown, which holds as long as its modules stay the same."""
 
-    direct_agrees: dict[type, bool] = field(default_factory=dict[type, bool])
-    """Class of a direct form -> True if its logits agreed with the logits of the model's modules."""
     can_record: bool = True
     """False once a step of the model could not be recorded."""
 
@@ -79,87 +71,13 @@ class RunningRows:
         return self.starts + self.counts - 1
 
 
-class ModelForms:
-    """The two forms that compute a step: the model's modules, and its direct form if that agrees with them."""
+@dataclass(slots=True, frozen=True)
+class StepForm:
+    """A form of a model that computes a step for any rows: its modules, or its direct form."""
 
-    def __init__(
-        self, model: nn.Module, cache: KVCache, direct: CompiledModel | DirectModel | None, findings: StepFindings
-    ):
-        self._model, self._cache, self._findings, self._direct_type = model, cache, findings, type(direct)
-        self.direct = direct if findings.direct_agrees.get(self._direct_type, True) else None
-        """The direct form; None if there is none or its logits differ."""
-        self.is_compared = self._direct_type in findings.direct_agrees
-        """The direct form's logits have been compared with the modules'."""
-
-    @property
-    def path(self) -> str:
-        """`compiled` (the direct form of CPUs, compiled), `direct`, or `modules`."""
-        if self.direct is None:
-            return "modules"
-        return "compiled" if isinstance(self.direct, CompiledModel) else "direct"
-
-    @property
-    def unbound(self) -> DirectModel | None:
-        """The direct form, unless it is compiled: that is bound to rows (`CompiledStep`)."""
-        return None if isinstance(self.direct, CompiledModel) else self.direct
-
-    def logits(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        attention: DecodeLayout,
-        *,
-        direct: Compute | None,
-        num_rows: int | None = None,
-    ) -> torch.Tensor:
-        """(n, V) logits of a step, by `direct`, the direct form for these rows, if the form is in use.
-
-        Rows behind the first `num_rows` are padding.
-        """
-        if direct is not None and self.direct is not None and not self.is_compared:
-            self._compare(tokens, positions, attention, direct, len(tokens) if num_rows is None else num_rows)
-        if direct is None or self.direct is None:
-            return step_logits(self._model, tokens, positions, attention)
-        return direct(tokens, positions, attention)
-
-    def _compare(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: DecodeLayout, direct: Compute, num_rows: int
-    ) -> None:
-        """Runs a step in both forms, and drops the direct form if it fails or its logits differ from the modules'.
-
-        Afterwards the caller runs the step once more, so that keys and values come from the form in use, as in all
-        later sessions. Recurrent states, which a step changes, are put back before.
-        """
-        states = [state[: len(tokens)] for state in self._cache.suffixes.states]
-        before = [state.clone() for state in states]
-
-        def put_back() -> None:
-            for state, old in zip(states, before):
-                state.copy_(old)
-
-        expected = step_logits(self._model, tokens, positions, attention)[:num_rows]
-        put_back()
-        if not expected.isfinite().all():
-            self.direct = None  # for this session: broken weights prove nothing about later ones
-            return
-        problem = self.problem(lambda: direct(tokens, positions, attention)[:num_rows], expected)
-        put_back()
-        self.is_compared, self._findings.direct_agrees[self._direct_type] = True, not problem
-        if problem:
-            self.direct = None
-            fall_back(logger, MODULES, f"the direct form {problem}")
-
-    def problem(self, compute: Callable[[], torch.Tensor], expected: torch.Tensor) -> str:
-        """Returns how computed logits differ from the modules' logits `expected`; empty if by rounding alone."""
-        try:
-            apart, largest = (x.float().abs().max().item() for x in (compute() - expected, expected))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return f"failed ({type(error).__name__}: {error})"
-        # The logits' own type says little: accelerate returns them in float32 whatever they were computed in.
-        accepted = max(DIRECT_TOLERANCE, DIRECT_ROUNDINGS * Rounding.of(self._model).eps)
-        return "" if apart <= accepted * max(1.0, largest) else f"differs by {apart:.1e} in its logits"
+    path: str
+    """`modules` or `direct`."""
+    compute: Compute
 
 
 # ---------------------------------------------------------------------------------------- three kinds of step
@@ -170,7 +88,7 @@ class DecodeStep(Protocol):
 
     @property
     def path(self) -> str:
-        """The form that computes the steps (`ModelForms.path`), or `eager` on a GPU for steps that are not recorded."""
+        """The form: `modules`, `direct`, or `compiled` on a CPU; `eager` on a GPU for steps that are not recorded."""
         ...
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -195,22 +113,18 @@ def _run_one_by_one(step: DecodeStep, rows: RunningRows, sampler: Sampler, num_s
     return torch.stack(chosen)
 
 
+@dataclass(slots=True)
 class EagerStep:
     """Steps whose operations the host launches one by one."""
 
-    def __init__(self, forms: ModelForms, cache: KVCache, batch: DecodeBatch, *, on_gpu: bool):
-        self._forms, self._on_gpu, self._attention = forms, on_gpu, DecodeLayout(cache, batch)
-        self._direct: Compute | None = forms.unbound
-
-    @property
-    def path(self) -> str:
-        """`eager` on a GPU, else the form."""
-        return "eager" if self._on_gpu else self._forms.path
+    path: str
+    compute: Compute
+    attention: DecodeLayout
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits; see `DecodeStep`."""
-        logits = self._forms.logits(tokens, positions, self._attention, direct=self._direct)
-        self._attention.advance()
+        logits = self.compute(tokens, positions, self.attention)
+        self.attention.advance()
         return logits
 
     def run(self, rows: RunningRows, sampler: Sampler, ahead: RunAhead) -> torch.Tensor:
@@ -218,40 +132,37 @@ class EagerStep:
         return _run_one_by_one(self, rows, sampler, 1)
 
 
-class CompiledRun(EagerStep):
+@dataclass(slots=True)
+class CompiledRun:
     """Steps in the compiled form, several in one call where tokens follow the plain softmax."""
 
-    def __init__(self, forms: ModelForms, cache: KVCache, batch: DecodeBatch, compiled: CompiledModel):
-        super().__init__(forms, cache, batch, on_gpu=False)
-        self._direct = self._compiled = CompiledStep(compiled, cache, batch)
+    step: CompiledStep
+    path: str = "compiled"
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(n, V) logits; see `DecodeStep`."""
+        return self.step(tokens, positions)
 
     def run(self, rows: RunningRows, sampler: Sampler, ahead: RunAhead) -> torch.Tensor:
         """(steps, n) tokens of one or several steps."""
         sampling = None
-        if ahead.steps > 1 and self._forms.direct is not None and self._forms.is_compared:
+        if ahead.steps > 1:
             sampling = sampler.unfiltered(rows.table_rows, rows.counts, ahead.idle_tokens)
         if sampling is None:
-            return super().run(rows, sampler, ahead)
-        tokens = self._compiled.sample(rows.tokens, rows.positions, sampling, ahead.steps)
-        self._attention.advance(len(tokens))
-        return tokens
+            return _run_one_by_one(self, rows, sampler, 1)
+        return self.step.sample(rows.tokens, rows.positions, sampling, ahead.steps)
 
 
 @dataclass(slots=True)
 class RecordedStep:
     """Steps of fixed sizes, which replay recorded operations. These read and write the same tensors at every replay."""
 
-    forms: ModelForms
+    path: str
     attention: DecodeLayout
     ids: torch.Tensor
     """(padded n,)."""
     positions: torch.Tensor
     replay: Work
-
-    @property
-    def path(self) -> str:
-        """The form."""
-        return self.forms.path
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits; see `DecodeStep`."""
@@ -269,71 +180,11 @@ class RecordedStep:
 # ---------------------------------------------------------------------------------------- the choice among them
 
 
-class StepRecorder:
-    """Records decode steps, one for each `StepShape`."""
-
-    def __init__(self, forms: ModelForms, cache: KVCache, device: torch.device, record: Recorder):
-        self._forms, self._cache, self._device, self._record = forms, cache, device, record
-        self._rows_per_group = 1
-        self.num_recorded = 0
-        self._steps: dict[StepShape, RecordedStep] = {}
-        self._version = (0, 0)
-
-    def drop(self) -> None:
-        """Drops the recorded steps. The memory of the newest one is kept, and later steps are recorded into it."""
-        self._steps = {}
-
-    def step_for(self, batch: DecodeBatch) -> RecordedStep:
-        """A step for these rows, recorded if there is none of their shape."""
-        suffixes, prompts = self._cache.suffixes, self._cache.prompts
-        if self._version != self._cache.version:
-            # The tensors that these steps were recorded with are gone.
-            self._steps, self._version = {}, self._cache.version
-        # It never shrinks: a smaller value would save a few queries and cost recordings.
-        exact = batch.shape
-        self._rows_per_group = max(self._rows_per_group, padded(exact.rows_per_group))
-        shape = StepShape(
-            num_rows=min(padded(exact.num_rows), suffixes.num_slots),
-            num_groups=min(padded(exact.num_groups), prompts.num_slots),
-            rows_per_group=self._rows_per_group,
-            prompt_size=prompts.slot_size,
-            suffix_size=suffixes.slot_size,
-        )
-        if shape in self._steps:
-            self._steps[shape].attention.change(batch)
-        else:
-            self._steps[shape] = self._record_step(batch, shape)
-        return self._steps[shape]
-
-    def _record_step(self, batch: DecodeBatch, shape: StepShape) -> RecordedStep:
-        forms, attention = self._forms, DecodeLayout(self._cache, batch, shape)
-        ids, positions = (torch.zeros(shape.num_rows, dtype=torch.int64, device=self._device) for _ in range(2))
-        # The trial may compare logits, and at position 0 rotary embeddings would turn nothing.
-        true = [prompt + suffix for prompt, suffix in zip(batch.prompt_lengths, batch.lengths)]
-        positions[: len(true)] = torch.tensor(true, device=self._device)
-
-        def work() -> torch.Tensor:
-            # Masks depend on lengths, so the recording has to include their computation.
-            attention.drop_masks()
-            return forms.logits(ids, positions, attention, direct=forms.unbound, num_rows=len(true))
-
-        def trial() -> torch.Tensor:
-            # The first replay writes the same keys and values again, but would update recurrent states a second time.
-            with attention.recurrence.trial():
-                return work()
-
-        buffers = (self._cache.suffixes, self._cache.prompts)
-        stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]
-        stored += self._cache.suffixes.states
-        step = RecordedStep(forms, attention, ids, positions, self._record(work, stored, trial))
-        self.num_recorded += 1
-        return step
-
-
 class DecodeRunner:
     """Makes decode steps: recorded ones if `record` is given and works, else compiled or eager ones.
 
-    `direct` is the model's direct form. `findings` keeps from session to session whether these work.
+    `direct` is the model's direct form. `findings` keeps from session to session whether steps can be recorded. Without
+    `uses_triton` attention runs by matrix products.
     """
 
     def __init__(
@@ -345,44 +196,88 @@ class DecodeRunner:
         record: Recorder | None,
         direct: CompiledModel | DirectModel | None,
         findings: StepFindings,
+        uses_triton: bool = True,
     ):
-        self.cache, self._findings, self._model_name = cache, findings, type(model).__name__
-        self._on_gpu = device.type == "cuda"
-        self._forms = ModelForms(model, cache, direct, findings)
-        self._recorder = None if record is None else StepRecorder(self._forms, cache, device, record)
-
-    @property
-    def direct(self) -> CompiledModel | DirectModel | None:
-        """The direct form in use."""
-        return self._forms.direct
-
-    @property
-    def num_recorded(self) -> int:
-        """Steps that were recorded."""
-        return 0 if self._recorder is None else self._recorder.num_recorded
+        self.cache, self._model, self._device, self._findings = cache, model, device, findings
+        self._record, self.direct, self._uses_triton = record, direct, uses_triton
+        self._rows_per_group = 1
+        self._recorded: dict[StepShape, RecordedStep] = {}
+        self._version = (0, 0)
+        self.num_recorded = 0
 
     def step_for(self, batch: DecodeBatch) -> DecodeStep:
         """A decode step for these rows, which keep their slots."""
-        if self._recorder is not None:
+        if self._record is not None:
             try:
-                return self._recorder.step_for(batch)
+                return self._recorded_step(batch, self._record)
             except Exception as error:
-                self._recorder = None
+                self._record, self._recorded = None, {}
                 # A later session may have more memory.
                 self._findings.can_record = is_out_of_memory(error)
-                what = f"decode steps of {self._model_name} are not recorded as CUDA graphs, which is slower"
+                name = type(self._model).__name__
+                what = f"decode steps of {name} are not recorded as CUDA graphs, which is slower"
                 fall_back(logger, what, f"they cannot be recorded ({type(error).__name__}: {error})")
         if isinstance(self.direct, CompiledModel):
-            return CompiledRun(self._forms, self.cache, batch, self.direct)
-        return EagerStep(self._forms, self.cache, batch, on_gpu=self._on_gpu)
+            return CompiledRun(CompiledStep(self.direct, self.cache, batch))
+        form, attention = self._form(), DecodeLayout(self.cache, batch, uses_triton=self._uses_triton)
+        return EagerStep("eager" if self._device.type == "cuda" else form.path, form.compute, attention)
+
+    def _form(self) -> StepForm:
+        if isinstance(self.direct, DirectModel):
+            return StepForm("direct", self.direct)
+        return StepForm("modules", functools.partial(step_logits, self._model))
 
     def disable_direct(self) -> None:
         """Lets the model's modules compute all further steps."""
         if self.direct is not None:
-            self._forms.direct = None
+            self.direct = None
             self.drop_recordings()
 
     def drop_recordings(self) -> None:
-        """Frees the recorded steps; they are recorded again when they are needed."""
-        if self._recorder is not None:
-            self._recorder.drop()
+        """Frees the recorded steps; they are recorded again when they are needed.
+
+        The memory of the newest one is kept, and later steps are recorded into it.
+        """
+        self._recorded = {}
+
+    def _recorded_step(self, batch: DecodeBatch, record: Recorder) -> RecordedStep:
+        """A step for these rows, recorded if there is none of their shape."""
+        suffixes, prompts = self.cache.suffixes, self.cache.prompts
+        if self._version != self.cache.version:
+            # The tensors that these steps were recorded with are gone.
+            self._recorded, self._version = {}, self.cache.version
+        # It never shrinks: a smaller value would save a few queries and cost recordings.
+        exact = batch.shape
+        self._rows_per_group = max(self._rows_per_group, padded(exact.rows_per_group))
+        shape = StepShape(
+            num_rows=min(padded(exact.num_rows), suffixes.num_slots),
+            num_groups=min(padded(exact.num_groups), prompts.num_slots),
+            rows_per_group=self._rows_per_group,
+            prompt_size=prompts.slot_size,
+            suffix_size=suffixes.slot_size,
+        )
+        if shape in self._recorded:
+            self._recorded[shape].attention.change(batch)
+        else:
+            self._recorded[shape] = self._record_step(batch, shape, record)
+            self.num_recorded += 1
+        return self._recorded[shape]
+
+    def _record_step(self, batch: DecodeBatch, shape: StepShape, record: Recorder) -> RecordedStep:
+        form, attention = self._form(), DecodeLayout(self.cache, batch, shape, uses_triton=self._uses_triton)
+        ids, positions = (torch.zeros(shape.num_rows, dtype=torch.int64, device=self._device) for _ in range(2))
+
+        def work() -> torch.Tensor:
+            # Masks depend on lengths, so the recording has to include their computation.
+            attention.drop_masks()
+            return form.compute(ids, positions, attention)
+
+        def trial() -> torch.Tensor:
+            # The first replay writes the same keys and values again, but would update recurrent states a second time.
+            with attention.recurrence.trial():
+                return work()
+
+        buffers = (self.cache.suffixes, self.cache.prompts)
+        stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]
+        stored += self.cache.suffixes.states
+        return RecordedStep(form.path, attention, ids, positions, record(work, stored, trial))

@@ -360,8 +360,7 @@ class NativeSession:
         batch.rows.tokens = tokens[-1]
         batch.rows.counts += len(tokens)
         self._statistics.num_steps += len(tokens)
-        # The runner forgets its recordings when one fails.
-        self._statistics.num_recorded = max(self._statistics.num_recorded, self._runner.num_recorded)
+        self._statistics.num_recorded = self._runner.num_recorded
         self._statistics.steps_by_path[batch.step.path] += len(tokens)
         self._statistics.num_decoded += self._append(running, sampled)
         self._finish(running)
