@@ -278,16 +278,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon": ("Falcon", FALCON_SIZES),
     "falcon (alibi)": ("Falcon", {**FALCON_SIZES, "alibi": True, "multi_query": False}),
-    "minimax (lightning attention)": (
-        "MiniMax",
-        {
-            **SIZES,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "block_size": 4,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-    ),
     "recurrent gemma (own recurrence)": (
         "RecurrentGemma",
         {**SIZES, "lru_width": 16, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},

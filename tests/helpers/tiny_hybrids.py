@@ -65,20 +65,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         linear_value_head_dim=16,
         layer_types=_DELTA["layer_types"],
     ),
-    "kimi_linear": _config(
-        "KimiLinearConfig",
-        rms_norm_eps=GATED_NORM_EPS,
-        **_EXPERTS,
-        num_key_value_heads=2,
-        linear_num_heads=2,
-        linear_head_dim=8,
-        kv_lora_rank=8,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        num_local_experts=4,
-        layer_types=_DELTA["layer_types"],
-    ),
     "nemotron_h": _config(
         "NemotronHConfig",
         "num_hidden_layers",
@@ -100,25 +86,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "falcon_h1": _config("FalconH1Config", **_MAMBA2, mamba_d_ssm=64),
     "bamba": _config("BambaConfig", **_MAMBA2, attn_layer_indices=[1]),
     "lfm2": _config("Lfm2Config", layer_types=["conv", "full_attention", "conv"], block_ff_dim=48, block_multiple_of=8),
-    "jamba": _config(
-        "JambaConfig",
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=2,
-        num_experts_per_tok=1,
-        mamba_d_state=8,
-        mamba_dt_rank=4,
-    ),
-    "mamba": _config("MambaConfig", state_size=8),
     "mamba2": _config("Mamba2Config", num_heads=4, head_dim=16, state_size=8, n_groups=2, chunk_size=16),
-    "minimax": _config(
-        "MiniMaxConfig",
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        block_size=16,
-        layer_types=_DELTA["layer_types"],
-    ),
 }
 """Family -> makes a small configuration of it."""
 

@@ -52,17 +52,15 @@ NAMES = (
     "mamba (recurrent)",
     "mamba2 (recurrent)",
     "lfm2 (convolution)",
-    "minimax (lightning attention)",
     "recurrent gemma (own recurrence)",
 )
-PADDING_CHANGES_STATES = ("minimax (lightning attention)", "recurrent gemma (own recurrence)")
+PADDING_CHANGES_STATES = ("recurrent gemma (own recurrence)",)
 ONLY_FLOAT32 = (
     "xglm (own attention)",
     "qwen3-moe",
     "gpt-oss (experts, sinks)",
     "mamba (recurrent)",
     "mamba2 (recurrent)",
-    "minimax (lightning attention)",
 )
 """Models whose code in transformers computes in float32 alone."""
 ADAPTERS = ("full", "lora")

@@ -56,8 +56,8 @@ def generated(model: nn.Module, request: Request) -> list[int]:
 def test_greedy_equals_generate_and_sampling_the_other_engine(name: str, monkeypatch):
     monkeypatch.setattr(base_fixtures, "ARCHITECTURES", {**ARCHITECTURES, **MORE})
     model = base_fixtures.build(name)
-    # Padding on the left changes the states of these two in `generate`, and `choose_engine` finds that out.
-    other = TransformersEngine(model, equal_lengths=name.startswith(("minimax", "recurrent")))
+    # Padding on the left changes its states in `generate`, and `choose_engine` finds that out.
+    other = TransformersEngine(model, equal_lengths=name.startswith("recurrent gemma"))
     engine: Any = NativeEngine(model)
     if flat_obstacle(model) is not None:
         with pytest.raises(ValueError, match="cannot run under an attention layout"):

@@ -40,7 +40,7 @@ def requests(num_rows: int = 4, max_new_tokens: int = 12) -> list[Request]:
     ]
 
 
-@pytest.mark.quick("lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5")
+@pytest.mark.quick("lfm2", "nemotron_h", "qwen3_5")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_are_those_of_the_dense_pass(family: str) -> None:
     model, asked = make_hybrid(family), requests(3)
@@ -50,7 +50,7 @@ def test_log_probs_are_those_of_the_dense_pass(family: str) -> None:
     torch.testing.assert_close(sampled_logprobs(samples), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.quick("lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5")
+@pytest.mark.quick("lfm2", "nemotron_h", "qwen3_5")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_greedy_text_is_that_of_generate(family: str) -> None:
     model = make_hybrid(family)
@@ -61,7 +61,7 @@ def test_greedy_text_is_that_of_generate(family: str) -> None:
         assert sample.ids == generated.tolist()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "lfm2"])
 def test_decode_steps_by_kernels_sample_as_those_of_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps without kernels run by chunks of one token; with them, no layer may go that way."""
     model, asked = make_hybrid(family), requests()

@@ -32,7 +32,6 @@ FUNCTIONS = {
     "qwen3_5": "torch_chunk_gated_delta_rule",
     "qwen3_next": "torch_chunk_gated_delta_rule",
     "olmo_hybrid": "torch_chunk_gated_delta_rule",
-    "kimi_linear": "chunk_kimi_delta_attention",
 }
 MAMBA2 = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "mamba2"]
 OPTIONS = ForwardOptions(layout="shared")
@@ -93,9 +92,7 @@ def test_log_probs_and_gradients_are_those_of_shared_prompts(family: str, monkey
             logprobs = score_tokens(model, batch, OPTIONS).logprobs
             results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})
     own, by_package = results
-    num_layers = sum(
-        type(m).__name__.endswith(("DeltaNet", "DeltaAttention", "Mixer", "MambaLayer")) for m in model.modules()
-    )
+    num_layers = sum(type(m).__name__.endswith(("DeltaNet", "Mixer", "MambaLayer")) for m in model.modules())
     if family in MAMBA2:
         assert sorted(calls) == ["causal_conv1d_fn"] * num_layers + ["mamba2_chunk_scan"] * num_layers
     else:
@@ -178,7 +175,7 @@ def test_rectangles_hold_each_token_once_and_a_quarter_of_padding_at_most(length
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_the_package_itself_gives_the_log_probs_of_pytorch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = "mamba_ssm" if family in MAMBA2 else "fla"
     if not torch.cuda.is_available() or not recurrent_packages._is_installed(package):

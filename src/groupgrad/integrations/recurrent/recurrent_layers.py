@@ -3,8 +3,7 @@
 The model files of transformers compute recurrences in a few functions (`causal_conv1d_fn`,
 `torch_chunk_gated_delta_rule`, ...), which are globals of the file. Each is wrapped once: the wrapper calls the
 function's counterpart in `recurrent_scans` while a `Recurrence` is active, and the original otherwise. The layers'
-`forward` is wrapped too: the wrapper computes long rows in stretches, and replaces layers that compute their recurrence
-in `forward` itself (MiniMax). No model file is copied.
+`forward` is wrapped too: the wrapper computes long rows in stretches. No model file is copied.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import nn
 from groupgrad.integrations.recurrent import recurrent_packages, recurrent_scans
 from groupgrad.integrations.recurrent.stretches import Carried, Stretch, cut
 from groupgrad.memory.oom_retry import STRETCH_TOKENS, is_long
-from groupgrad.models.recurrent_classes import is_recurrent_class, recurrent_classes, recurrent_functions
+from groupgrad.models.recurrent_classes import recurrent_classes, recurrent_functions
 from groupgrad.models.shards import is_zero_sharded
 from groupgrad.scoring.recurrence import Recurrence
 
@@ -35,32 +34,11 @@ def _not_fused(*_: object, **__: object) -> None:
 _COUNTERPARTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": recurrent_scans.causal_conv1d,
     "torch_chunk_gated_delta_rule": recurrent_scans.gated_delta_rule,
-    "chunk_kimi_delta_attention": recurrent_scans.kimi_delta_rule,
     "mamba2_chunk_scan": recurrent_scans.mamba2_scan,
-    "mamba_selective_scan": recurrent_scans.mamba_scan,
     "mamba2_split_conv1d_scan_combined": _not_fused,
-    "mamba_inner_fn": _not_fused,
 }
 """Each of `RECURRENT_FUNCTIONS` -> its counterpart for flat tokens."""
 
-
-def _lightning(module: Any, order: Recurrence, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-    """Lightning attention (arXiv:2401.04658): each token decays the state by a fixed factor and adds k v' to it.
-
-    This is Mamba-2's scan with all steps dt equal to 1.
-    """
-    states = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
-    query, key, value = states.split(module.head_dim, dim=-1)
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    with torch.autocast(value.device.type, enabled=False):
-        steps, decay = value.new_ones(value.shape[:-1], dtype=dtype), -module.slope_rate.flatten().to(dtype)
-        output = recurrent_scans.mamba2_scan(order, value.to(dtype), steps, decay, key.to(dtype), query.to(dtype))
-    output = module.norm(output.to(value.dtype).flatten(2))
-    return module.out_proj(module.output_gate(hidden_states).sigmoid() * output), None
-
-
-_LAYERS: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning}
-"""Each of `RECURRENT_LAYERS` -> the counterpart of its `forward` for flat tokens."""
 
 _wrappers: set[Callable[..., Any]] = set()
 
@@ -142,7 +120,6 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
     original = cls.forward
     if original in _wrappers:
         return
-    counterpart = _LAYERS[cls.__name__] if is_recurrent_class(cls) else None
 
     @functools.wraps(original)
     def wrapper(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -150,16 +127,13 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
         if order is None:
             return original(module, hidden_states, *args, **kwargs)
 
-        def compute(order: Recurrence, states: torch.Tensor) -> Any:
-            if counterpart is None:
-                return original(module, states, *args, **kwargs)
-            return counterpart(module, order, states)
+        def compute(states: torch.Tensor) -> Any:
+            return original(module, states, *args, **kwargs)
 
-        if order in _stretches and is_long(hidden_states):
-            can_cut = counterpart is not None or all(map(_is_for_all_tokens, (*args, *kwargs.values())))
-            if can_cut and not is_zero_sharded(module):  # all ranks have to call the layer's modules equally often
+        if order in _stretches and is_long(hidden_states) and all(map(_is_for_all_tokens, (*args, *kwargs.values()))):
+            if not is_zero_sharded(module):  # all ranks have to call the layer's modules equally often
                 return _in_stretches(order, compute, hidden_states)
-        return compute(order, hidden_states)
+        return compute(hidden_states)
 
     _wrappers.add(wrapper)
     cls.forward = wrapper
@@ -170,9 +144,7 @@ def _is_for_all_tokens(option: object) -> bool:
     return option is None or isinstance(option, (bool, int, float, str))
 
 
-def _in_stretches(
-    order: Recurrence, compute: Callable[[Recurrence, torch.Tensor], Any], hidden_states: torch.Tensor
-) -> Any:
+def _in_stretches(order: Recurrence, compute: Callable[[torch.Tensor], Any], hidden_states: torch.Tensor) -> Any:
     """A layer's output (1, T, H), computed stretch by stretch."""
     stretches = _stretches[order]
     if not stretches:
@@ -183,7 +155,7 @@ def _in_stretches(
         stretch.begin_layer(carried)
         _running.orders.append(stretch)
         try:
-            outputs.append(compute(stretch, states))
+            outputs.append(compute(states))
         finally:
             _running.orders.pop()
             stretch.begin_layer([])

@@ -2,8 +2,7 @@
 
 transformers' functions lead to the packages' kernels, which begin with given states and return those behind the last
 token. So prompts are computed first, and the rows behind a prompt begin with its state; autograd sums their gradients.
-Delta rules take rows of unlike length end to end, Mamba-2's scan takes rectangles of rows of like length. Mamba's
-selective scan, whose kernel takes no initial state, stays with PyTorch.
+Delta rules take rows of unlike length end to end, Mamba-2's scan takes rectangles of rows of like length.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 _PACKAGES = {
     "torch_chunk_gated_delta_rule": "fla",
-    "chunk_kimi_delta_attention": "fla",
     "mamba2_chunk_scan": "mamba_ssm",
     "causal_conv1d_fn": "causal_conv1d",
 }

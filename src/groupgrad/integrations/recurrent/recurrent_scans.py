@@ -18,7 +18,7 @@ from groupgrad.kernels import delta_rule
 from groupgrad.kernels.convolution import convolution
 from groupgrad.kernels.cumulative_sums import cumulative_sum
 from groupgrad.kernels.recurrent import convolution_step, state_step, step_kernels
-from groupgrad.scoring.recurrence import CHUNK_SIZES, Chunks, Prepare, Recurrence, inputs_at
+from groupgrad.scoring.recurrence import Chunks, Recurrence, inputs_at
 
 
 def causal_conv1d(
@@ -93,12 +93,13 @@ def gated_delta_rule(
     The state S (Dk, Dv) of a head becomes a (I - b k k') S + b k v' with decay a = exp(g) and strength b; the output is
     q' S. Query and key are (1, T, Hk, Dk), where Hk divides Hv, value is (1, T, Hv, Dv), g and beta (1, T, Hv).
     """
-    step = _delta_step(recurrence, query, key, value, g[..., None], beta, use_qk_l2norm_in_kernel)
-    if step is not None:
-        return step, None
-    kernels = step_kernels(query, key, value, g, beta)
+    kernels, scale = step_kernels(query, key, value, g, beta), query.shape[-1] ** -0.5
+    vectors, norm = (query[0], key[0], value[0]), use_qk_l2norm_in_kernel
+    if _is_step(recurrence):
+        decay, states = g[0, ..., None].exp(), recurrence.states_in_place()
+        output = state_step(kernels, states, vectors, decay, beta[0], scale=scale, norm=norm)
+        return output[None].to(query.dtype), None
     if kernels is not None:
-        vectors, norm = (query[0], key[0], value[0]), use_qk_l2norm_in_kernel
         initial = recurrence.initial_states(partial(zero_states, key, value))
         outputs = delta_rule.gated_delta_rule(kernels, recurrence.state_rows, vectors, g[0], beta[0], norm, initial)
         recurrence.keep_states(outputs[1])
@@ -111,51 +112,30 @@ def gated_delta_rule(
     ) -> tuple[torch.Tensor, ...]:
         q, k, decay = _repeated(q, groups), _repeated(k, groups), cumulative_sum(g.squeeze(-1))
         between = _decay_between(decay)
-        # What the tokens of a chunk write, if the state before the chunk is S: written - read @ S.
+        # What the tokens of a chunk write, if the state before the chunk is S, is written - read @ S: the solution of
+        # (I + the strictly lower triangle of `system`) @ solution = `right`, the values to write and the keys that read.
         system = ((k * strength) @ k.mT) * between
         right = torch.cat([v, k * decay.exp()[..., None]], dim=-1) * strength
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        written, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
         inside = (q @ k.mT) * between
         from_state = q * decay.exp()[..., None]
         to_state = (k * (decay[..., -1:] - decay).exp()[..., None]).mT
-        return _delta_parts(system, right, inside, from_state, to_state, decay[..., -1].exp()[..., None, None])
+        return written, read, inside, from_state, to_state, decay[..., -1].exp()[..., None, None]
 
-    inputs = (*_query_and_key(query, key, use_qk_l2norm_in_kernel), value, g[..., None], beta[..., None])
-    return _delta_rule(recurrence, chunks, prepare, inputs, query.dtype), None
+    pair = [tensor.to(_state_dtype(tensor)) for tensor in (query, key)]
+    if norm:
+        pair = [tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + delta_rule.EPSILON) for tensor in pair]
+    inputs = (pair[0] * scale, pair[1], value, g[..., None], beta[..., None])
+    steps = chunks.steps(prepare, *(_chunked(chunks, tensor) for tensor in inputs))
 
+    def advance(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        written, read, inside, from_state, to_state, kept = next(steps)
+        new = written - read @ state
+        return from_state @ state + inside @ new, state * kept + to_state @ new
 
-def kimi_delta_rule(
-    recurrence: Recurrence,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Kimi delta attention (arXiv:2510.26692, section 3): the gated delta rule with a decay for each key channel.
-
-    Shapes as in `gated_delta_rule`, but g is (1, T, H, Dk).
-    """
-    step = _delta_step(recurrence, query, key, value, g, beta, use_qk_l2norm_in_kernel)
-    if step is not None:
-        return step, None
-    chunks = recurrence.chunks(query.device, CHUNK_SIZES[0])
-
-    def prepare(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, strength: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        decay = cumulative_sum(g, -2)
-        decayed = k[..., None, :, :] * _decay_between(decay.mT).movedim(-3, -1)
-        system = ((k * strength)[..., None, :] * decayed).sum(-1)
-        right = torch.cat([v, k * decay.exp()], dim=-1) * strength
-        inside = (q[..., None, :] * decayed).sum(-1)
-        from_state = q * decay.exp()
-        to_state = (k * (decay[..., -1:, :] - decay).exp()).mT
-        return _delta_parts(system, right, inside, from_state, to_state, decay[..., -1, :].exp()[..., None])
-
-    inputs = (*_query_and_key(query, key, use_qk_l2norm_in_kernel), value, g, beta[..., None])
-    return _delta_rule(recurrence, chunks, prepare, inputs, query.dtype), None
+    output = recurrence.scan(chunks, partial(zero_states, key, value), advance)
+    return chunks.join(output.transpose(1, 2))[None].to(query.dtype), None
 
 
 def mamba2_scan(
@@ -225,95 +205,6 @@ def _mamba2_by_chunks(
     return chunks.join(output.transpose(1, 2))[None]
 
 
-def mamba_scan(
-    recurrence: Recurrence,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    **_: object,
-) -> torch.Tensor:
-    """Mamba's selective scan (arXiv:2312.00752, algorithm 2) of flat tokens, (1, E, T), one token a step.
-
-    The state h (E, N) becomes exp(dt A) h + dt B x, and the output is C h + D x, times silu(z). `hidden_states` x, dt
-    and z are (1, E, T), A (E, N), B and C (1, N, T), D (E,).
-    """
-    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
-    dt = F.softplus(dt) if delta_softplus else dt
-    inputs = [tensor[0].mT.to(_state_dtype(tensor)) for tensor in (dt, hidden_states, B, C)]
-
-    def step(
-        state: torch.Tensor, width: torch.Tensor, x: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        state = (width[..., None] * A).exp() * state + (width * x)[..., None] * b[:, None]
-        return (state @ c[..., None]).squeeze(-1), state
-
-    if _is_step(recurrence):
-        states = recurrence.states_in_place()
-        output, new = step(states, *inputs)
-        states.copy_(new)
-    else:
-        chunks = recurrence.chunks(hidden_states.device, 1)
-        steps = chunks.steps(lambda *values: values, *(chunks.split(tensor)[:, 0] for tensor in inputs))
-        x, b = inputs[1:3]
-
-        def zeros(num_rows: int) -> torch.Tensor:
-            return x.new_zeros(num_rows, x.shape[1], b.shape[1])
-
-        output = recurrence.scan(chunks, zeros, lambda state: step(state, *next(steps)))
-        output = chunks.join(output[:, None])
-    output = output.mT[None]
-    output = output if D is None else output + hidden_states * D[:, None]
-    return output if z is None else output * F.silu(z)
-
-
-def _delta_parts(
-    system: torch.Tensor,
-    right: torch.Tensor,
-    inside: torch.Tensor,
-    from_state: torch.Tensor,
-    to_state: torch.Tensor,
-    kept: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Solves each chunk's triangular system for its tokens' writes, as a function of the state before the chunk.
-
-    All tensors are (n, H, ...), for n chunks and H heads; the state is (Dk, Dv). The tokens of a chunk write
-    `written` - `read` @ state, with `written` (C, Dv) and `read` (C, Dk): the solution of (I + the strictly lower
-    triangle of `system` (C, C)) @ solution = `right` (C, Dv + Dk). `right` holds the values to write and the keys that
-    read the state. The other arguments are returned unchanged: `inside` (C, C) weights the writes of the chunk's
-    tokens in each output, `from_state` (C, Dk) are queries to the state, `to_state` (Dk, C) are the keys under which
-    tokens write into the state after the chunk, and `kept` (1 or Dk, 1) is the share of the state that is left then.
-    """
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    key_width = to_state.shape[-2]
-    written, read = solved.split([solved.shape[-1] - key_width, key_width], dim=-1)
-    return written, read, inside, from_state, to_state, kept
-
-
-def _delta_rule(
-    recurrence: Recurrence, chunks: Chunks, prepare: Prepare, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """(1, T, H, Dv) outputs of a delta rule over chunks of `inputs` (q, k, v, g and beta).
-
-    `prepare` computes of them what does not depend on the state; the states then pass from chunk to chunk.
-    """
-    chunked = [_chunked(chunks, tensor) for tensor in inputs]
-    steps = chunks.steps(prepare, *chunked)
-
-    def advance(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        written, read, inside, from_state, to_state, kept = next(steps)
-        new = written - read @ state
-        return from_state @ state + inside @ new, state * kept + to_state @ new
-
-    output = recurrence.scan(chunks, partial(zero_states, inputs[1], inputs[2]), advance)
-    return chunks.join(output.transpose(1, 2))[None].to(dtype)
-
-
 def zero_states(key: torch.Tensor, value: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(n, H, Dk, Dv) states before the first token."""
     return key.new_zeros(num_rows, value.shape[2], key.shape[-1], value.shape[-1], dtype=_state_dtype(key))
@@ -322,24 +213,6 @@ def zero_states(key: torch.Tensor, value: torch.Tensor, num_rows: int) -> torch.
 def _is_step(recurrence: Recurrence) -> bool:
     """True if the flat tokens are one token of each row, whose states are updated in place."""
     return recurrence.is_step and not torch.is_grad_enabled()
-
-
-def _delta_step(
-    recurrence: Recurrence,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    norm: bool,
-) -> torch.Tensor | None:
-    """Outputs of a delta rule for one token of each row; None where they are computed by chunks."""
-    if not _is_step(recurrence):
-        return None
-    kernels, states = step_kernels(query, key, value, decay, beta), recurrence.states_in_place()
-    vectors, scale = (query[0], key[0], value[0]), query.shape[-1] ** -0.5
-    output = state_step(kernels, states, vectors, decay[0].exp(), beta[0], scale=scale, norm=norm)
-    return output[None].to(query.dtype)
 
 
 @cache
@@ -359,14 +232,6 @@ def _chunked(chunks: Chunks, tensor: torch.Tensor) -> torch.Tensor:
 def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
     """Repeats each head of (N, H, ...) `times` times; returns (N, H * times, ...)."""
     return heads if times == 1 else heads.repeat_interleave(times, dim=1)
-
-
-def _query_and_key(query: torch.Tensor, key: torch.Tensor, norm: bool) -> list[torch.Tensor]:
-    """Scales queries by 1 / sqrt(D) and returns them with the keys; `norm` L2-normalises both first."""
-    pair = [tensor.to(_state_dtype(tensor)) for tensor in (query, key)]
-    if norm:
-        pair = [tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in pair]
-    return [pair[0] * query.shape[-1] ** -0.5, pair[1]]
 
 
 def _decay_between(decay: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ class VLLMColocateEngine(VLLMEngine):
         self._folder = tempfile.TemporaryDirectory(prefix="groupgrad-vllm-")
         folder = Path(self._folder.name) / "model"
         save_config(model, tokenizer, folder)
-        is_recurrent = bool(recurrent_classes(inner))
+        is_recurrent = bool(getattr(inner, "_is_stateful", False) or recurrent_classes(inner))
         with classes_restored(model):
             self._llm = start(str(folder), options, is_recurrent=is_recurrent)
         self._engine = self._llm.llm_engine
