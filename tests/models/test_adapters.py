@@ -48,12 +48,6 @@ def test_an_incompatible_setting_is_rejected_by_name(case: str, build):
     assert [name for name, p in model.named_parameters() if p.requires_grad] == before
 
 
-def test_adalora_is_rejected(build):
-    model = add_adapter(build("qwen3"), peft.AdaLoraConfig(target_modules=["q_proj"], total_step=5))
-    with pytest.raises(ValueError, match=r"is a AdaLoraConfig \(ADALORA\), which moves .*use peft\.LoraConfig"):
-        check_adapter(model)
-
-
 def test_unknown_feedforward_modules_are_rejected(build):
     """peft ignores them silently."""
     config = peft.IA3Config(target_modules="all-linear", feedforward_modules=["down_proj", "fc2"])

@@ -70,11 +70,11 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ADALORA": ({"total_step": 5, **QV}, "moves its ranks between layers"),
-    "LILY": ({"r": 4, **QV}, "cannot be merged into a Linear"),
+    "LILY": ({"r": 4, **QV}, "cannot be merged into the weights"),
     "MULTITASK_PROMPT_TUNING": ({"num_tasks": 1, **PROMPT}, "needs task_ids with each row"),
-    "POLY": ({"r": 4, **QV}, "cannot be merged into a Linear: ValueError: task_ids should not be None"),
-    "PVERA": ({"r": 4, **QV}, "computes something else in training than its merged weights do"),
-    "SHADOW": ({}, "cannot be merged into a Qwen3DecoderLayer"),
+    "POLY": ({"r": 4, **QV}, "needs task_ids with each row"),
+    "PVERA": ({"r": 4, **QV}, "adds noise in training, so it computes something else than its merged weights do"),
+    "SHADOW": ({}, "cannot be merged into the weights"),
     "XLORA": ({}, "weighs other adapters by what stands in the text"),
 }
 
@@ -149,13 +149,3 @@ def test_kind(kind: str, build, tmp_path: Path, record_property):
         merged.load_state_dict(dict(checkpoint_weights(trainer.model)))
         torch.testing.assert_close(logprobs(merged), trained, rtol=0, atol=1e-5)
         record_property("merged", "yes")
-
-
-def test_an_adapter_on_layers_that_cannot_hold_it_merged_is_refused(make_trainer):
-    config = peft.BeftConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
-    with pytest.raises(ValueError, match=r"is a BeftConfig \(BEFT\), which cannot be merged into a Linear: .*no bias"):
-        make_trainer(trainer={"peft_config": config})
-
-
-def test_dropout_of_an_adapter_is_no_noise(make_trainer):
-    make_trainer(trainer={"peft_config": peft.LoHaConfig(r=4, module_dropout=0.9, task_type="CAUSAL_LM", **QV)})

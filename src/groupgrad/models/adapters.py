@@ -13,16 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.models.quantized import is_packed
-from groupgrad.models.shards import is_zero_shard
 
 _TASKS = (None, "CAUSAL_LM")
 
 _INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})
 """LoRA initialisations that leave the base weights unchanged; others subtract the adapter from them."""
 
-_MERGE_TOLERANCE = 0.1
-"""Relative difference allowed between an adapted layer and its merged weights: bfloat16 makes 0.007, noise about 1."""
+_UNMERGED = "cannot be merged into the weights"
+_REFUSED_KINDS = {
+    "ADALORA": "moves its ranks between layers (update_and_allocate) in a training loop of its own",
+    "LILY": _UNMERGED,
+    "MULTITASK_PROMPT_TUNING": "needs task_ids with each row, and no data set here has them",
+    "POLY": "needs task_ids with each row, and no data set here has them",
+    "PVERA": "adds noise in training, so it computes something else than its merged weights do",
+    "SHADOW": _UNMERGED,
+    "XLORA": "weighs other adapters by what stands in the text, so it is no change of weights",
+}
+"""Kinds of peft 0.21 that cannot be trained here, and why."""
 
 
 def is_adapted(model: Any) -> bool:
@@ -194,7 +201,7 @@ def check_adapter(model: Any) -> None:
             "nothing; call model.unmerge_adapter() first"
         )
     for config in model.peft_config.values():
-        if (obstacle := _kind_obstacle(model, config)) is not None:
+        if (obstacle := _kind_obstacle(config)) is not None:
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ValueError(
                 f"the adapter is a {type(config).__name__} ({kind}), which {obstacle}; use peft.LoraConfig, or another "
@@ -212,57 +219,16 @@ def check_adapter(model: Any) -> None:
             )
 
 
-def _kind_obstacle(model: Any, config: Any) -> str | None:
+def _kind_obstacle(config: Any) -> str | None:
     """Why an adapter of this kind cannot be trained; None for a learned prompt, and for a change of weights.
 
     A change of weights acts on each token alone and can be merged, so sampling and training see one policy in every
-    layout. Adapters begin as zero, so no comparison of the whole model shows what they will compute later.
+    layout.
     """
-    tuner = model.base_model
-    if hasattr(config, "num_tasks"):
-        return "needs task_ids with each row, and no data set here has them"
-    if config.is_prompt_learning or config.is_adaption_prompt:
-        return None
-    if hasattr(tuner, "update_and_allocate") and getattr(config, "use_asa", True):
-        return "moves its ranks between layers (update_and_allocate, or use_asa=True) in a training loop of its own"
-    if hasattr(config, "adapters"):
-        return "weighs other adapters by what stands in the text, so it is no change of weights"
-    kind = getattr(tuner, "tuner_layer_cls", ())  # a model with adapters of several kinds names none
-    layers = [x for x in model.modules() if isinstance(x, kind) and all(map(_is_here, x.parameters()))]
-    return _merge_obstacle(min(layers, key=_num_weights), config) if layers else None
-
-
-@torch.no_grad()
-def _merge_obstacle(layer: Any, config: Any) -> str | None:
-    """Why an adapted layer is not what its merged weights are, tried on a copy with a trained adapter's values."""
-    trial = copy.deepcopy(layer)
-    trial.train(not any("dropout" in name and value for name, value in vars(config).items()))
-    generator = torch.Generator().manual_seed(0)
-    for parameter in trial.parameters():
-        if parameter.requires_grad:
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
-    base = trial.get_base_layer()
-    inputs = torch.randn(2, 5, base.in_features, generator=generator) if type(base) is nn.Linear else None
-    try:
-        separate = None if inputs is None else trial(inputs.to(base.weight))
-        trial.merge()
-    except Exception as error:  # peft has several for what a kind, or a kind on such a layer, cannot do
-        return f"cannot be merged into a {type(base).__name__}: {type(error).__name__}: {error}".rstrip(": ")
-    if inputs is None or separate is None:
-        return None
-    merged = trial(inputs.to(base.weight))
-    if torch.allclose(separate, merged, rtol=0, atol=_MERGE_TOLERANCE * float(merged.abs().max())):
-        return None
-    return "computes something else in training than its merged weights do, by noise or from other tokens"
-
-
-def _is_here(parameter: Any) -> bool:
-    """True for a whole parameter in floating point: no quantized one, and none that ZeRO-3 or FSDP holds elsewhere."""
-    return not (is_packed(parameter) or parameter.is_meta or is_zero_shard(parameter))
-
-
-def _num_weights(layer: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in layer.parameters())
+    settings = [name for name in ("use_asa", "alora_invocation_tokens", "arrow_config") if getattr(config, name, None)]
+    if settings:
+        return f"changes with training steps or with other tokens ({settings[0]}), so it is no change of weights"
+    return _REFUSED_KINDS.get(config.peft_type)
 
 
 def _check_trained_parameters(model: Any) -> None:

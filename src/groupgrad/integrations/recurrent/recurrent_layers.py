@@ -130,8 +130,9 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
         def compute(states: torch.Tensor) -> Any:
             return original(module, states, *args, **kwargs)
 
-        if order in _stretches and is_long(hidden_states) and all(map(_is_for_all_tokens, (*args, *kwargs.values()))):
-            if not is_zero_sharded(module):  # all ranks have to call the layer's modules equally often
+        # Under ZeRO-3 all ranks have to call the layer's modules equally often.
+        if order in _stretches and is_long(hidden_states) and not is_zero_sharded(module):
+            if all(map(_is_for_all_tokens, (*args, *kwargs.values()))):
                 return _in_stretches(order, compute, hidden_states)
         return compute(hidden_states)
 

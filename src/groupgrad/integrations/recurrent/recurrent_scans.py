@@ -113,7 +113,7 @@ def gated_delta_rule(
         q, k, decay = _repeated(q, groups), _repeated(k, groups), cumulative_sum(g.squeeze(-1))
         between = _decay_between(decay)
         # What the tokens of a chunk write, if the state before the chunk is S, is written - read @ S: the solution of
-        # (I + the strictly lower triangle of `system`) @ solution = `right`, the values to write and the keys that read.
+        # (I + the strictly lower triangle of `system`) @ solution = `right`: the values to write, the keys that read.
         system = ((k * strength) @ k.mT) * between
         right = torch.cat([v, k * decay.exp()[..., None]], dim=-1) * strength
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
