@@ -130,11 +130,10 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
         def compute(states: torch.Tensor) -> Any:
             return original(module, states, *args, **kwargs)
 
-        # Under ZeRO-3 all ranks have to call the layer's modules equally often.
-        if order in _stretches and is_long(hidden_states) and not is_zero_sharded(module):
-            if all(map(_is_for_all_tokens, (*args, *kwargs.values()))):
-                return _in_stretches(order, compute, hidden_states)
-        return compute(hidden_states)
+        if order not in _stretches or not is_long(hidden_states) or is_zero_sharded(module):
+            return compute(hidden_states)  # under ZeRO-3 all ranks have to call the layer's modules equally often
+        can_cut = all(map(_is_for_all_tokens, (*args, *kwargs.values())))
+        return _in_stretches(order, compute, hidden_states) if can_cut else compute(hidden_states)
 
     _wrappers.add(wrapper)
     cls.forward = wrapper
