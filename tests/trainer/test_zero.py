@@ -78,7 +78,7 @@ import sys
 from groupgrad import GRPOConfig
 from groupgrad.kernels import extension_lock
 
-extension_lock.LEFT_S = 2.0
+extension_lock.LEFT_S = 0.0
 GRPOConfig(output_dir=sys.argv[1], use_cpu=True, deepspeed={"zero_optimization": {"stage": 2}})
 from deepspeed.accelerator import get_accelerator
 
