@@ -12,14 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.integrations import deepspeed as hf_deepspeed
 
 CPU_OFFLOAD = "_groupgrad_cpu_offload"
 """Attribute of a model under FSDP that says whether its shards are in host memory."""
-_Sharded: Any = getattr(torch_fsdp, "FSDPModule", None)
-"""The class of modules under FSDP 2; None in torch before 2.6."""
 _LAUNCHER_FLAG = "ACCELERATE_USE_FSDP"
 
 
@@ -40,7 +38,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """True for a model, or a unit of it, under FSDP 2."""
-    return _Sharded is not None and isinstance(model, _Sharded)
+    return isinstance(model, FSDPModule)
 
 
 def is_zero_sharded(model: nn.Module) -> bool:
@@ -104,7 +102,7 @@ def gather_per_module(model: nn.Module) -> AbstractContextManager[None]:
 
 def unsharded_class(module: nn.Module) -> type[nn.Module]:
     """The class of `module`, which for one under FSDP is the class that it had before."""
-    return next(kind for kind in type(module).__mro__ if _Sharded is None or not issubclass(kind, _Sharded))
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 @contextmanager

@@ -7,7 +7,6 @@ of this: its FSDP refuses CPUs, and one way of sharding serves all devices.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from transformers.utils import ModelOutput
 
 from groupgrad import dist
@@ -49,10 +49,8 @@ def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
     With `cpu_offload` the shards stay in host memory. The model gets the class `FSDP<its class>`. UnavailableError for
     a model that cannot be sharded so.
     """
-    if not hasattr(torch_fsdp, "FSDPModule"):
-        raise UnavailableError(f"fsdp needs torch 2.6 or newer, and torch {torch.__version__} is installed; update it")
     layers = decoder_layers(model, options.layer_classes)
-    _check(model, layers)
+    _check(model)
     dist.broadcast_module(model, device=device)
     mesh = torch.distributed.init_device_mesh(device.type, (dist.world_size(),))
     policy = _torch_fsdp.MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
@@ -206,35 +204,18 @@ def is_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
-def _check(model: Any, layers: Sequence[nn.Module]) -> None:
+def _check(model: Any) -> None:
     """UnavailableError for a model whose gradients FSDP could not reduce, or whose weights it could not cut."""
-    name = type(base_model(model)).__name__
-    units = [list(layer.parameters()) for layer in layers]
-    in_layers = {id(parameter) for unit in units for parameter in unit}
-    units.append([parameter for parameter in model.parameters() if id(parameter) not in in_layers])
-    if any(is_packed(parameter) for unit in units for parameter in unit):
-        raise UnavailableError(f"{name} under FSDP: quantized weights are not sharded; load it without quantization")
-    shared = Counter(id(parameter) for unit in units for parameter in {id(p): p for p in unit}.values())
-    if any(count > 1 for count in shared.values()):
+    base, parameters = base_model(model), list(model.parameters())
+    name = f"{type(base).__name__} under FSDP"
+    if any(map(is_packed, parameters)):
+        raise UnavailableError(f"{name}: quantized weights are not sharded; load it without quantization")
+    in_embedding = {id(parameter) for parameter in base.get_input_embeddings().parameters()}
+    in_head = {id(parameter) for parameter in base.get_output_embeddings().parameters()} - in_embedding
+    if not any(parameter.requires_grad and id(parameter) not in in_head for parameter in parameters):
         raise UnavailableError(
-            f"{name} under FSDP: decoder layers that share weights are not sharded; use ZeRO stage 3"
-        )
-    for unit in units:
-        dtypes = {parameter.dtype for parameter in unit if parameter.requires_grad}
-        if len(dtypes) > 1:
-            found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            raise UnavailableError(
-                f"{name} under FSDP: trained weights of one layer are in {found}, and its gradients are reduced "
-                "together; load the model in one dtype"
-            )
-    head = base_model(model).get_output_embeddings()
-    in_head = {id(parameter) for parameter in head.parameters()}
-    embedding = base_model(model).get_input_embeddings()
-    in_head -= {id(parameter) for parameter in embedding.parameters()}
-    if not any(p.requires_grad and id(p) not in in_head for unit in units for p in unit):
-        raise UnavailableError(
-            f"{name} under FSDP: nothing below the output head is trained, so no backward pass reaches the layers "
-            "whose hooks reduce gradients; train a layer too, or leave fsdp unset"
+            f"{name}: nothing below the output head is trained, so no backward pass reaches the layers whose hooks "
+            "reduce gradients; train a layer too, or leave fsdp unset"
         )
 
 
@@ -255,7 +236,5 @@ def _whole(parameter: Any) -> torch.Tensor:
 @torch.no_grad()
 def _take_part(parameter: Any, whole: torch.Tensor) -> None:
     """Copies this rank's part of rank 0's `whole` into a shard. Collective."""
-    from torch.distributed.tensor import distribute_tensor  # where older releases have nothing of this name
-
     part = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements)
     local_part(parameter).copy_(part.to_local())
