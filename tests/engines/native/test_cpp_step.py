@@ -56,24 +56,13 @@ def fresh(monkeypatch, tmp_path):
     loading._library.cache_clear()
 
 
-SMALL_LINEAR = """
-extern "C" void groupgrad_linear(const float *input, const float *weight, const float *bias, float *output, long rows,
-                                 long width, long outputs, int, int) {
-    for (long i = 0; i < rows * outputs; i++) {
-        output[i] = bias[i % outputs];
-        for (long k = 0; k < width; k++) output[i] += input[i / outputs * width + k] * weight[i % outputs * width + k];
-    }
-}
-"""
-
-
 @pytest.fixture
 def quick(fresh, monkeypatch, tmp_path):
-    """The same, and of the kernels only the one that is tested when they are loaded computes anything."""
+    """The same, and none of the kernels computes anything."""
     sources = "".join(source.read_text() for source in build.SOURCES)
-    others = set(re.findall(r"\b(groupgrad_\w+)\(", sources)) - {"groupgrad_linear"}
+    names = sorted(set(re.findall(r"\b(groupgrad_\w+)\(", sources)))
     small = tmp_path / "small.cpp"
-    small.write_text(SMALL_LINEAR + "".join(f'extern "C" void {name}() {{}}\n' for name in sorted(others)))
+    small.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in names))
     monkeypatch.setattr(build, "SOURCES", [small])
     return fresh
 
@@ -237,29 +226,10 @@ def test_modules_that_are_not_plain_are_called():
 
 
 @needs_kernels
-def test_a_library_is_kept_and_a_damaged_one_replaced(quick: Path):
-    assert library() is not None
-    (path,) = quick.iterdir()
-    content = path.read_bytes()
-    path.unlink()  # a loaded library must not change
-    path.write_bytes(content[:-100])
-    loading._library.cache_clear()
-    assert library() is not None
-    assert [p.name for p in quick.iterdir()] == [path.name]
-    assert len(path.read_bytes()) == len(content)
-
-
-@needs_kernels
 def test_the_kernels_compute_on_the_threads_of_torch():
     command = [sys.executable, str(Path(__file__).parents[2] / "helpers/one_pool.py")]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.stdout == f"{status()}; 0; 1\n", run.stderr
-
-
-@needs_kernels
-def test_mixed_precision_does_not_disturb_the_first_use(quick: Path):
-    with torch.autocast("cpu", torch.bfloat16):
-        assert library() is not None
 
 
 @pytest.mark.slow
@@ -291,16 +261,8 @@ def test_a_process_that_has_waited_too_long_compiles_by_itself(quick: Path, monk
 
 
 @needs_kernels
-@pytest.mark.parametrize("has_home", [True, False])
-def test_a_cache_that_cannot_be_written_is_done_without(quick: Path, has_home: bool, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_done_without(quick: Path):
     quick.parent.write_text("no folder")
-    if not has_home:
-
-        def homeless() -> Path:
-            raise RuntimeError("Could not determine home directory.")
-
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", homeless)
     assert library() is not None
 
 
@@ -329,22 +291,9 @@ def test_the_best_level_of_a_wheel_that_the_processor_has_is_used(wheel: Path, m
     assert status() == "packaged for x86-64-v4"
 
 
-WRONG = "output[i] += bias[i % outputs];", "output[i] += rows == 1 ? 1e-6f : 0;"
-"""Changes of the product: a sum that has the bias twice, and a row that has other bits alone."""
-
-
 @needs_kernels
-@pytest.mark.parametrize("change", [*WRONG, None], ids=["wrong", "other bits alone", "damaged"])
-def test_a_library_of_a_wheel_that_cannot_be_used_is_replaced(wheel: Path, tmp_path, monkeypatch, caplog, change):
-    if change is None:
-        wheel.write_bytes(b"")
-    else:
-        (source,) = build.SOURCES
-        wrong = tmp_path / "wrong.cpp"
-        wrong.write_text(source.read_text().replace("width + k];", f"width + k];\n{change}"))
-        with monkeypatch.context() as context:
-            context.setattr(build, "SOURCES", [wrong])
-            build.build(next(build.compilers()), "native", tmp_path).rename(wheel)
+def test_a_library_of_a_wheel_that_cannot_be_used_is_replaced(wheel: Path, caplog):
+    wheel.write_bytes(b"")
     assert status() == "compiled here"
     assert "the kernels of the wheel cannot be used on this machine" in caplog.text
 

@@ -49,7 +49,6 @@ class Sampler:
         """Prompts that are not in `_seen` yet, by row."""
         self._ends = torch.tensor(sorted(set(params.eos_ids)), dtype=torch.int64, device=device)
         self._warpers = _warpers(params)
-        self._scratch: dict[str, torch.Tensor] = {}
         self._id_masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._library = library() if device.type == "cpu" else None
         self._kernels = None if params.greedy or params.is_filtered else self._library
@@ -92,10 +91,6 @@ class Sampler:
         """Resets the tokens under the repetition penalty to a request's prompt; does nothing without a row (-1)."""
         if row >= 0 and self.params.repetition_penalty != 1.0:
             self._unseen[row] = request.prompt_ids
-
-    def drop_scratch(self) -> None:
-        """Frees the memory that is kept from step to step."""
-        self._scratch = {}
 
     def take_out(self, rows: Sequence[int], counts: Sequence[int]) -> list[tuple[list[float], list[float]]]:
         """Log-probs and entropies of the first `counts` tokens of finished requests; frees their rows."""
@@ -172,20 +167,12 @@ class Sampler:
     def _softmax(self, logits: torch.Tensor, temperature: float) -> _Softmax:
         num_rows, size = logits.shape
         peak = logits.amax(dim=-1, keepdim=True)
-        padded = self._buffer("shifted", logits), self._buffer("weights", logits)
-        shifted = torch.sub(logits, peak, out=padded[0][:, :size])
+        shifted, weights = logits.new_zeros(2, num_rows, -(-size // BLOCK) * BLOCK)
+        torch.sub(logits, peak, out=shifted[:, :size])
         if temperature != 1.0:
             shifted.div_(temperature)
-        torch.exp(shifted, out=padded[1][:, :size])
-        return _Softmax(peak, *padded, padded[1].view(num_rows, -1, BLOCK).sum(dim=-1).double())
-
-    def _buffer(self, name: str, logits: torch.Tensor) -> torch.Tensor:
-        """(n, V rounded up to whole blocks) scratch memory, shared by all tiles; its padding stays 0."""
-        num_rows, width = logits.shape[0], -(-logits.shape[1] // BLOCK) * BLOCK
-        buffer = self._scratch.get(name)
-        if buffer is None or buffer.shape[0] < num_rows or buffer.shape[1] != width:
-            buffer = self._scratch[name] = torch.zeros(num_rows, width, device=logits.device)
-        return buffer[:num_rows]
+        torch.exp(shifted[:, :size], out=weights[:, :size])
+        return _Softmax(peak, shifted, weights, weights.view(num_rows, -1, BLOCK).sum(dim=-1).double())
 
     def _filtered(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Scores to sample from, -inf for filtered tokens; filters apply in the order of `generate`."""

@@ -155,7 +155,6 @@ class NativeSession:
         """Frees all keys and values after a step without memory; its sequences wait, and fewer run from now on."""
         self._batch = None
         self._runner.drop_recordings()
-        self._sampler.drop_scratch()
         collect_what_failed()
         scheduler = self._scheduler
         self._finish(scheduler.running)
