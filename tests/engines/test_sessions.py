@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sample_checks import assert_same_samples, drained
 from tiny_hybrids import make_hybrid
 
-from groupgrad.engines.base import BatchEngine, BatchSession, Request, Sample, SamplingOptions, Session
+from groupgrad.engines.base import BatchSession, Request, Sample, SamplingOptions, Session
 from groupgrad.engines.native import NativeEngine, scheduler
 from groupgrad.engines.native import session as native_session
 from groupgrad.engines.transformers import TransformersEngine
@@ -162,15 +162,6 @@ def test_a_stop_string_ends_the_turn_that_it_stands_in(make_model, make_tokenize
     assert any(s.finish_reason == "eos" for s in second)
 
 
-def test_recorded_steps_go_on_from_turns_too(build, monkeypatch):
-    model, rows = build("gemma2 (soft caps)"), conversations()
-    engine = NativeEngine(model)
-    monkeypatch.setattr(engine, "_recorder", lambda devices: lambda work: work)
-    with engine.session(OPTIONS) as session:
-        run(session, rows)
-    assert_sampled_as_if_alone(model, rows, OPTIONS)
-
-
 def test_an_engine_of_batches_has_the_same_texts(build):
     model, ours, theirs = build("qwen3"), conversations(), conversations()
     with NativeEngine(model).session(OPTIONS) as session:
@@ -183,30 +174,6 @@ def test_an_engine_of_batches_has_the_same_texts(build):
     first, second = ([sampled for row in rows for sampled in row.sampled] for rows in (ours, theirs))
     assert [turn.request.prompt_ids for turn in first] == [turn.request.prompt_ids for turn in second]
     assert_same_samples([turn.sample for turn in first], [turn.sample for turn in second])
-
-
-class Scripted(BatchEngine):
-    """An engine that answers each request with its seed and records the calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[list[Request]] = []
-
-    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
-        self.calls.append(list(requests))
-        return [Sample([request.seed], "eos") for request in requests]
-
-
-def test_a_batch_is_what_was_submitted_since_the_last():
-    engine = Scripted()
-    with engine.session(OPTIONS) as session:
-        first = [session.submit(Request([5], seed, 3, keep=True)) for seed in (7, 8)]
-        assert session.num_open == 2
-        assert [(t, s.ids) for t, s in session.advance()] == [(first[0], [7]), (first[1], [8])]
-        second = session.submit(Request([5, 7, 9], 10, 3, continues=first[0]))
-        assert [(t, s.ids) for t, s in session.advance()] == [(second, [10])]
-        assert (session.num_open, session.advance()) == (0, [])
-        session.release(first[1])
-    assert engine.calls == [[Request([5], 7, 3), Request([5], 8, 3)], [Request([5, 7, 9], 10, 3)]]
 
 
 # ------------------------------------------------------------------------------------------- costs

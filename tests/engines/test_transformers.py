@@ -219,16 +219,6 @@ def test_nothing_asked_nothing_sampled(build):
 # ------------------------------------------------------------------------------------------- further options
 
 
-def test_repetition_penalty_divides_the_logits_of_tokens_seen(make_model):
-    """After 10, logits 6 for 10 itself and 4 for 12: penalty 2 makes them 3 and 4."""
-    model = markov(make_model, {10: {10: 6.0, 12: 4.0}, 12: {1: 30.0}})
-    submitted = [Request([10], i, 1) for i in range(400)]
-    for penalty, logit in ((1.0, 6.0), (2.0, 3.0)):
-        actual = sample(model, submitted, replace(OPTIONS, repetition_penalty=penalty), max_rows=400)
-        share = sum(s.ids == [10] for s in actual) / 400
-        assert share == pytest.approx(1 / (1 + 2.718281828 ** (4.0 - logit)), abs=0.08)
-
-
 def test_extra_options_win_over_the_fields(make_model):
     model = markov(make_model, {10: {11: 1.0, 12: 0.0}})
     submitted = [Request([10], i, 1) for i in range(30)]

@@ -134,20 +134,6 @@ def test_gradients_are_those_of_float64(
     assert all(map(torch.equal, found, again)), "threads change no bit"
 
 
-@pytest.mark.slow
-def test_rows_longer_than_a_tile_of_keys(kernels: ctypes.CDLL):
-    torch.manual_seed(0)
-    rows, num_tokens = make_rows([2000], [(0, 30), (-1, 1500)])
-    inputs = [torch.randn(num_tokens, heads, 8) for heads in (3, 1, 1)]
-    grad = torch.randn(num_tokens, 3, 8)
-    for window in (None, 700):
-        call = AttentionCall(0, 0.4, None, window)
-        leaves = [x.double().requires_grad_() for x in inputs]
-        wanted = torch.autograd.grad(output_of(*leaves, rows, call), leaves, grad.double())  # pyright: ignore
-        for gradient, want in zip(computed(kernels, inputs, rows, call, grad), wanted):
-            torch.testing.assert_close(gradient.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
-
-
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize(
     ("prompts", "rows"),

@@ -10,11 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config
 
-from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native.cpp_step import CompiledStep
 from groupgrad.kernels import layers
 from groupgrad.kernels.layers import Activation, gated, gated_linear, linear, norm
 
@@ -241,48 +237,6 @@ def test_norms_take_inputs_of_any_strides_and_frozen_weights(kernels: ctypes.CDL
     found.sum().backward()
     (grad,) = gradients(lambda x: norm(kernels, x, weight, 1e-6), [inputs], torch.ones(4, 7, 10))
     assert moved.grad is not None and torch.equal(moved.grad, grad)
-
-
-@pytest.mark.parametrize("width", [24, 53, 75])
-@torch.no_grad()
-def test_norms_of_a_decode_step_are_the_same(width: int, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
-    # Layers that add nothing, and a head that gives each number of the last norm as a logit.
-    torch.manual_seed(0)
-    config: dict[str, Any] = {
-        "vocab_size": width,
-        "hidden_size": width,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-    }
-    model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**config)).eval()
-    layer, head = model.model.layers[0], model.lm_head
-    for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-        weight.zero_()
-    head.weight.copy_(torch.eye(width))
-    model.model.embed_tokens.weight.normal_()
-    model.model.norm.weight.uniform_(0.5, 2.0)
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    step, sampled = CompiledStep.__call__, CompiledStep.sample
-
-    def watched(self: Any, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
-        seen.append((tokens.clone(), step(self, tokens, *others).clone()))
-        return seen[-1][1]
-
-    def one_by_one(self: Any, tokens: torch.Tensor, positions: torch.Tensor, *others: Any) -> torch.Tensor:
-        watched(self, tokens, positions)
-        return sampled(self, tokens, positions, *others)
-
-    monkeypatch.setattr(CompiledStep, "__call__", watched)
-    monkeypatch.setattr(CompiledStep, "sample", one_by_one)
-    NativeEngine(model).sample([Request([3 + i % 4], i, 9) for i in range(21)], SamplingOptions(max_new_tokens=9))
-    assert sum(len(tokens) for tokens, _ in seen) >= 21
-    for tokens, logits in seen:
-        hidden = model.model.embed_tokens.weight[tokens]
-        assert torch.equal(logits, norm(kernels, hidden, model.model.norm.weight, model.model.norm.variance_epsilon))
 
 
 # ------------------------------------------------------------------------------------------------ gates

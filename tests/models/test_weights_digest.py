@@ -46,15 +46,3 @@ def test_names_shapes_and_places_in_memory(model):
     assert weights_digest([("v", nn.Parameter(torch.arange(8.0)))]) != one
     assert weights_digest([("w", nn.Parameter(torch.arange(8.0).view(2, 4).t()))]) != one
     assert weights_digest(named.items()) == before
-
-
-def test_numbers_that_change_and_move_are_followed():
-    first, second = nn.Parameter(torch.arange(8.0)), nn.Parameter(torch.ones(4))
-    named = [("first", first), ("second", second)]
-    before = weights_digest(named)
-    first.data.add_(1)
-    assert weights_digest(named) != before
-    first.data = torch.arange(8.0)
-    assert weights_digest(named) == before
-    first.data = first.data.to(torch.bfloat16)
-    assert weights_digest(named) != before

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-
 _TASKS = (None, "CAUSAL_LM")
 
 _INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})

@@ -123,27 +123,6 @@ def test_sums_are_taken_number_by_number_whatever_the_rows(width: int):
         assert torch.equal(output, expected[:rows]), rows
 
 
-def sums_as_mkl_does_here() -> bool:
-    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    return "AuthenticAMD" in cpu and "avx2" in cpu.split() and torch.backends.mkl.is_available()
-
-
-@needs_kernels
-@pytest.mark.skipif(not sums_as_mkl_does_here(), reason="MKL on an AMD processor is needed")
-@pytest.mark.parametrize("width", [64, 192, 256, 384, 512, 1536])
-def test_products_are_those_of_the_training_pass_to_the_last_bit(width: int):
-    torch.manual_seed(width)
-    kernels = library()
-    assert kernels is not None
-    inputs, weight = torch.randn(300, width), torch.randn(96, width)
-    expected = nn.functional.linear(inputs, weight)
-    for rows in (1, 8, 37, 64):
-        output = torch.empty(rows, 96)
-        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, output)]
-        assert kernels.groupgrad_linear(*pointers, rows, width, 96, False, 1) == 0
-        assert torch.equal(output, expected[:rows]), rows
-
-
 @needs_kernels
 def test_what_is_behind_a_weight_or_an_output_is_not_touched():
     kernels = library()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from groupgrad.engines.native import huge_pages
-from groupgrad.engines.native.kv_cache import CacheRoom, KVCache, LayerShape
 
 CPU = torch.device("cpu")
 has_large_pages = pytest.mark.skipif(
@@ -44,14 +43,3 @@ def test_without_support_tensors_come_from_torch(monkeypatch: pytest.MonkeyPatch
     tensor = huge_pages.zeros((huge_pages.PAGE,), torch.float32, CPU)
     assert tensor.shape == (huge_pages.PAGE,)
     assert not tensor.any()
-
-
-def test_a_cache_that_grows_on_large_pages_keeps_its_tokens():
-    cache = KVCache({0: LayerShape(2, 64, 64, torch.float32, CPU)}, 2**40)
-    used = CacheRoom(3, 4096, 0, 0, max_suffix_length=9000)
-    cache.reserve(used, CacheRoom(0, 0, 0, 0))
-    before = [tensor.normal_()[:, :, :4096].clone() for tensor in cache.suffixes.tensors[0]]
-    cache.reserve(used.with_more_tokens(3000), used)
-    for kept, tensor in zip(before, cache.suffixes.tensors[0]):
-        assert torch.equal(tensor[:3, :, :4096], kept)
-        assert not tensor[:, :, 4096:].any()

@@ -150,18 +150,6 @@ def test_rows_that_are_continued_have_the_states_behind_their_last_token(name: s
     assert_same_samples([ended[ticket] for ticket in second], by_modules(model, alone), relative=0.0)
 
 
-def test_weights_that_training_has_changed_are_read_anew() -> None:
-    model = make()
-    engine = NativeEngine(model)
-    first = engine.sample(requests(), OPTIONS)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    second = engine.sample(requests(), OPTIONS)
-    assert second != first
-    assert_same_samples(second, by_modules(model, requests()), relative=0.0)
-
-
 def test_models_that_it_does_not_fit() -> None:
     assert isinstance(direct_form(make()), CompiledModel)
     model = make()

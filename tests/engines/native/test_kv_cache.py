@@ -15,7 +15,7 @@ from sample_checks import assert_same_samples
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.kv_cache import CacheRoom, KVCache, LayerShape
-from groupgrad.engines.native.scheduler import Scheduler, compact
+from groupgrad.engines.native.scheduler import Scheduler
 from groupgrad.engines.native.sequence import EngineSequence
 
 OPTIONS = SamplingOptions(max_new_tokens=150, eos_ids=(1,), pad_id=0)
@@ -78,17 +78,6 @@ def test_one_long_prompt_does_not_pad_all_others(build):
     assert engine.statistics.peak_bytes < (2 * 1000 + 8192 + 30 * 40) * BYTES
     alone = [NativeEngine(model).sample([r], replace(OPTIONS, eos_ids=()))[0] for r in submitted]
     assert_same_samples(actual, alone, absolute=2e-5, relative=0.0)
-
-
-@given(gone=st.lists(st.booleans(), max_size=12))
-def test_slots_stay_together_whoever_leaves(gone: list[bool]):
-    items: list[Any] = list(range(len(gone)))
-    memory = list(items)
-    for source, target in compact(items, gone):
-        memory[target] = memory[source]
-    kept = [i for i, is_gone in enumerate(gone) if not is_gone]
-    assert sorted(items) == kept
-    assert memory[: len(kept)] == items
 
 
 @settings(deadline=None, max_examples=60)

@@ -54,25 +54,6 @@ def test_draws_invert_the_cumulative_distribution(size: int):
     torch.testing.assert_close(sampler.entropies[:, 0].double(), -(p * p.log()).sum(-1), rtol=2e-6, atol=2e-6)
 
 
-def test_a_large_vocabulary_is_worked_on_in_tiles_with_the_same_result():
-    torch.manual_seed(0)
-    logits = torch.randn(9, 151_936)
-    submitted = [Request([3], seed, 1) for seed in range(9)]
-    together = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
-    rows = torch.tensor(together.add(submitted))
-    tokens = together.choose(logits, rows, torch.zeros_like(rows))
-    apart = Sampler(read_options(OPTIONS, None), torch.device("cpu"))
-    apart.add(submitted)
-    for i in range(9):
-        assert apart.choose(logits[i : i + 1], rows[i : i + 1], torch.zeros(1, dtype=torch.int64)) == tokens[i]
-    torch.testing.assert_close(together.logprobs, apart.logprobs)
-    expected = logits.double().log_softmax(-1)
-    torch.testing.assert_close(together.logprobs[:, 0].double(), expected[rows, tokens], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(
-        together.entropies[:, 0].double(), -(expected.exp() * expected).sum(-1), rtol=1e-6, atol=1e-6
-    )
-
-
 def test_a_row_of_the_tables_that_is_used_again_penalises_its_new_request_alone():
     """A penalty of 2 halves the first request's 3.0; the second has token 4 alone in its prompt and takes token 3."""
     logits, first = torch.tensor([[0.0, 1.0, 2.0, 3.0, 2.5, 0.0]]), torch.zeros(1, dtype=torch.int64)
@@ -120,14 +101,6 @@ def test_every_option_gives_the_texts_of_the_other_engine(changes: dict[str, Any
 
 
 # ------------------------------------------------------------------------------------------- ends of completions
-
-
-def test_every_request_has_its_own_budget(build):
-    submitted = [Request([5], i, budget) for i, budget in enumerate((3, 1, 5, 3, 2))]
-    actual = sample(build("qwen3"), submitted, eos_ids=())
-    assert [len(s.ids) for s in actual] == [3, 1, 5, 3, 2]
-    assert all(s.finish_reason == "length" for s in actual)
-    assert [len(s.logprobs or []) for s in actual] == [len(s.entropies or []) for s in actual] == [3, 1, 5, 3, 2]
 
 
 def test_eos_stays_in_the_text_and_at_the_last_allowed_token_is_an_end(build):
