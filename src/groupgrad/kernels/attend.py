@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -48,25 +48,12 @@ def slot_spans(
     return table * torch.tensor(factors) + torch.tensor(origins)
 
 
-class ScoreOptions(Protocol):
-    """Options of attention scores; see `scoring.attention_layout.AttentionCall`."""
-
-    @property
-    def scale(self) -> float: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def sinks(self) -> torch.Tensor | None: ...
-
-
 def attend(
     kernels: ctypes.CDLL,
     query: torch.Tensor,
     spans: torch.Tensor,
     num_key_heads: int,
-    options: ScoreOptions,
+    options: Any,
     totals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(T, Hq, D) float32 outputs of queries (Hq, T, D).
@@ -75,8 +62,8 @@ def attend(
     sequence, each of which attends to the tokens before it and to itself. Its record has the index of the first query,
     the number of queries, the number of tokens between the prompt and the first query, the length of the prompt, and
     the strides and addresses of keys and values (see `Span` of `attention_tile.h`). `totals` (T, Hq, 2) float32, if
-    given, receives each query's largest score m and 1 / sum(exp(score - m)). MemoryError if the scores of a tile do not
-    fit into memory.
+    given, receives each query's largest score m and 1 / sum(exp(score - m)). `options` has those of scores in a
+    `scoring.attention_layout.AttentionCall`. MemoryError if the scores of a tile do not fit into memory.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
     num_heads, num_tokens, width = query.shape
@@ -133,7 +120,7 @@ def attend_gradient(
     kernels: ctypes.CDLL,
     tensors: Sequence[torch.Tensor],
     groups: tuple[torch.Tensor, torch.Tensor],
-    options: ScoreOptions,
+    options: Any,
 ) -> list[torch.Tensor]:
     """Gradients with respect to query (T, Hq, D), key and value (T, Hkv, D), from `rows_by_prompt`.
 
