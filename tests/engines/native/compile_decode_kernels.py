@@ -58,7 +58,7 @@ def launched(dtype: torch.dtype, width: int, repeat: int, special: bool) -> dict
     sinks = torch.zeros(2 * repeat) if special else None
     call = AttentionCall(0, 0.1, softcap=3.0 if special else None, window=512 if special else None, sinks=sinks)
     cached = [tuple(torch.zeros(n, 2, 1024, width, dtype=dtype) for _ in range(2)) for n in (16, 4)]
-    tables = DecodeTables(*torch.zeros(2, 16, dtype=torch.int64), torch.zeros(4, 17, dtype=torch.int64), 16, 1024, 1024)
+    tables = DecodeTables(*torch.zeros(2, 16, dtype=torch.int64), torch.zeros(4, 17, dtype=torch.int64), 1024, 1024)
     query, new = torch.zeros(2 * repeat, 16, width, dtype=dtype), torch.zeros(2, 16, width, dtype=dtype)
     with collected(triton_attention, "_attend_suffix", "_attend_prompt", "_merge") as found:
         triton_attention.decode_attention(query, (new, new), *cached, tables, call)  # pyright: ignore[reportArgumentType]

@@ -377,9 +377,7 @@ class DecodeLayout:
         if device not in self._members:
             self._members[device] = self._make_members().to(device)
         _, lengths, prompt_lengths = self._table_on(device)
-        return DecodeTables(
-            lengths, prompt_lengths, self._members[device], len(self._batch.groups), self._num_suffix, self._num_prompt
-        )
+        return DecodeTables(lengths, prompt_lengths, self._members[device], self._num_suffix, self._num_prompt)
 
     def _make_members(self) -> torch.Tensor:
         """(groups, 1 + rows per group) int64: each group's prompt length, then the numbers of its rows, -1 for none."""

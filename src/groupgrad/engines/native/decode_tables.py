@@ -17,8 +17,6 @@ class DecodeTables:
     """(n,) int64."""
     groups: torch.Tensor
     """(groups, 1 + rows per group) int64: a group's prompt length, then the numbers of its rows, -1 for none."""
-    num_rows: int
-    """Rows of which outputs are used; the first ones."""
     num_suffix: int
     """Suffix tokens that any row may have, the new one included."""
     num_prompt: int
