@@ -133,7 +133,7 @@ def test_the_team_is_parked_when_other_processes_use_the_cores(two_threads):
             burner.wait()
 
 
-def test_calm_releases_the_team_a_crowd_parks_it_and_nothing_else_changes_it():
+def test_calm_releases_the_team_and_a_crowd_parks_it():
     """Looks at idle threads say nothing (None)."""
     assert parked_after_each(0.07, 0.01, 0.01, 0.07, 0.5, 0.5) == [True, False, False, False, True, True]
     assert parked_after_each(None, 0.01, None, 0.5, None) == [True, False, False, True, True]
