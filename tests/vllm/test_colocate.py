@@ -15,7 +15,6 @@ from sample_checks import drained
 
 from groupgrad.engines.base import Request
 from groupgrad.integrations.vllm.colocate import ColocateOptions, VLLMColocateEngine
-from groupgrad.integrations.vllm.weight_sender import InProcess
 
 COLOCATE = ColocateOptions(
     max_num_seqs=16,
@@ -147,26 +146,6 @@ def test_a_push_that_leaves_weights_out_is_refused_and_nothing_sampled(engine: V
         engine.push(policy, 7)
     with pytest.raises(ValueError, match="no whole weights"):
         engine.sample(requests(), OPTIONS)
-
-
-def test_another_trainer_pushes_through_vllms_own_interface(engine: VLLMColocateEngine, policy: Any) -> None:
-    from vllm.distributed.weight_transfer.base import ModuleSource, TrainerWeightTransferEngine
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-    from groupgrad.integrations.vllm.transfer_engine import SenderInit
-
-    source = ModuleSource(vary(policy, 8))
-    client = InProcess(engine._llm)
-    sender = WeightTransferTrainerFactory.trainer_init(SenderInit(rank=0), client=client, source=source)
-    assert isinstance(sender, TrainerWeightTransferEngine)
-    sender.send_weights("8-other")
-    assert engine._llm.reset_prefix_cache()
-    engine._adapter = None
-    engine.expect("8-other")
-    assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
-    del policy.model.layers[1].mlp.down_proj.weight
-    with pytest.raises(Exception, match=r"nothing was sent for model\.layers\.1\.mlp\.down_proj\.weight"):
-        sender.send_weights("9-other")
 
 
 def test_structure_comes_from_generation_kwargs(engine: VLLMColocateEngine, policy: Any, tokenizer: Any) -> None:

@@ -20,7 +20,6 @@ from groupgrad.engines.base import Request
 from groupgrad.integrations.vllm.client import ServerClient
 from groupgrad.integrations.vllm.http import Address, ServerRefused, call
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
-from groupgrad.integrations.vllm.transfer_plugin import register
 from groupgrad.integrations.vllm.weight_transport import (
     GroupBroken,
     GroupTransport,
@@ -182,26 +181,18 @@ def _completion(server: Served) -> int:
         return answer.status
 
 
-def test_another_trainer_pushes_through_vllms_own_interface(server: Served, policy: Any) -> None:
+def test_another_trainer_pushes(server: Served, policy: Any) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from groupgrad.integrations.vllm.transfer_engine import SenderInit
-
-    register()
     client, source = ServerClient(server.address), ModuleSource(vary(policy, 5))
-    sender = WeightTransferTrainerFactory.trainer_init(SenderInit(rank=0), client=client, source=source)
-    sender.send_weights("5-other")
+    client.push_weights(source, "5-other")
     engine = server.engine(pushes=False)
     engine.connect(policy)
     engine.expect("5-other")
     assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
     del policy.model.layers[1].mlp.down_proj.weight
     with pytest.raises(ServerRefused, match=r"nothing was sent for model\.layers\.1\.mlp\.down_proj\.weight"):
-        sender.send_weights("6-other")
-    body = {"weight_version": "5-other", "sampling": {}, "prompts": [], "rows": []}
-    with pytest.raises(ServerRefused, match="nothing is sampled until one has"):
-        call(server.address, "generate", body, timeout_s=10.0)
+        client.push_weights(source, "6-other")
 
 
 @pytest.mark.parametrize("regex", ["[0-9", "a{3,2}", r"\bword"])

@@ -40,7 +40,7 @@ from groupgrad.integrations.vllm.vllm_params import (
     sampling_params,
 )
 from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine
-from groupgrad.integrations.vllm.weight_sender import InProcess, PolicyWeights
+from groupgrad.integrations.vllm.weight_sender import PolicyWeights, push_in_process
 from groupgrad.integrations.vllm.wire import torch_dtype
 from groupgrad.models.recurrent_classes import recurrent_classes
 from groupgrad.models.unwrapping import unwrap
@@ -97,7 +97,7 @@ class VLLMColocateEngine(VLLMEngine):
         if contents is None or not self._has_base:
             self._has_base = False
             weights = PolicyWeights(push.model, merge=contents is None)
-            InProcess(self._llm, torch_dtype(self._options.dtype)).push_weights(weights)
+            push_in_process(self._llm, weights, dtype=torch_dtype(self._options.dtype))
             self._has_base = contents is not None
         self._use_adapter(push.weight_version, contents)
         # Drop everything computed with earlier weights; image features have a cache of their own.

@@ -1,4 +1,4 @@
-"""Plugin of vLLM that adds groupgrad's backend to its registries of weight transfers.
+"""Plugin of vLLM that adds groupgrad's backend to its registry of weight transfers.
 
 vLLM loads it in each of its processes, from the entry point `vllm.general_plugins` of the installed package.
 """
@@ -19,10 +19,14 @@ FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", "groupgrad
 
 
 def register() -> None:
-    """Adds the backend's two sides; their module is imported when a worker or a trainer needs it."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    """Adds the backend: `WeightReceiver` as a subclass of vLLM's base class."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    module = "groupgrad.integrations.vllm.transfer_engine"
-    with contextlib.suppress(ValueError):  # they are registered
-        WeightTransferEngineFactory.register_engine(BACKEND, module, "VerifiedWeightTransfer")
-        WeightTransferTrainerFactory.register_engine(BACKEND, module, "VerifiedWeightSender")
+    from groupgrad.integrations.vllm.weight_receiver import WeightReceiver
+
+    class VerifiedWeightTransfer(WeightReceiver, WeightTransferEngine):
+        """Receives weights over a process group, in shared memory, as bytes or by reference, and verifies them."""
+
+    with contextlib.suppress(ValueError):  # it is registered
+        WeightTransferEngineFactory.register_engine(BACKEND, VerifiedWeightTransfer)

@@ -2,7 +2,7 @@
 
 vLLM calls these methods in every worker: `init_transfer_engine` when a trainer comes, `shutdown` when the worker ends,
 and for each push `start_weight_update`, `update_weights` once for each bucket and once for the verification, and
-`finish_weight_update`. An exception in `update_weights` ends the push. `transfer_engine` makes this vLLM's class.
+`finish_weight_update`. An exception in `update_weights` ends the push. `transfer_plugin` makes this vLLM's class.
 """
 
 from __future__ import annotations
