@@ -19,7 +19,7 @@ import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 from waiting import free_port, until
 
@@ -105,8 +105,10 @@ class Weights:
 
     def __init__(self, receiver: WeightReceiver):
         self.worker, self.version = Worker(receiver), "default"
-        self.may_sample, self.num_resets = threading.Event(), 0
+        self.may_sample, self.may_begin, self.num_resets = threading.Event(), threading.Event(), 0
         self.may_sample.set()
+        self.may_begin.set()
+        self.num_running = 0
 
     async def _call(self, name: str, **arguments: Any) -> None:
         while self.worker.is_hung.is_set():
@@ -132,11 +134,18 @@ class Weights:
         self.version = version
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("keep", False)
-        self.may_sample.clear()
+        assert not clear_cache
+        if mode == "keep":
+            self.may_sample.clear()
+            return
+        assert mode == "wait"
+        self.may_begin.clear()
+        while self.num_running:
+            await asyncio.sleep(0.005)
 
     async def resume_generation(self) -> None:
         self.may_sample.set()
+        self.may_begin.set()
 
     async def reset_prefix_cache(self) -> bool:
         self.num_resets += 1
@@ -176,22 +185,26 @@ class Engine(Weights):
 
     async def generate(self, prompt: Any, params: Any, name: str, *, lora_request: Any) -> AsyncIterator[Any]:
         self.salts[params.seed] = prompt["cache_salt"]
+        while not self.may_begin.is_set():
+            await asyncio.sleep(0.005)
+        self.num_running += 1
         spans: list[Any] = []
-        for number in range(params.max_tokens):
-            await asyncio.sleep(self.token_s)
-            while self.worker.is_hung.is_set() or not self.may_sample.is_set():
-                await asyncio.sleep(0.01)
-            token, is_last = (
-                self.token(prompt["prompt_token_ids"], params.seed, number),
-                number == params.max_tokens - 1,
-            )
-            part = SimpleNamespace(token_ids=[token], logprobs=[{token: SimpleNamespace(logprob=-1.0)}])
-            part.finish_reason = "length" if is_last else None
-            if not spans or spans[-1].version != self.version:
-                spans.append(SimpleNamespace(version=self.version, start=number))
-            spans[-1].end = number + 1
-            part.weight_versions = spans if is_last else None
-            yield SimpleNamespace(outputs=[part], prompt_token_ids=prompt["prompt_token_ids"])
+        try:
+            for number in range(params.max_tokens):
+                await asyncio.sleep(self.token_s)
+                while self.worker.is_hung.is_set() or not self.may_sample.is_set():
+                    await asyncio.sleep(0.01)
+                token = self.token(prompt["prompt_token_ids"], params.seed, number)
+                is_last = number == params.max_tokens - 1
+                part = SimpleNamespace(token_ids=[token], logprobs=[{token: SimpleNamespace(logprob=-1.0)}])
+                part.finish_reason = "length" if is_last else None
+                if not spans or spans[-1].version != self.version:
+                    spans.append(SimpleNamespace(version=self.version, start=number))
+                spans[-1].end = number + 1
+                part.weight_versions = spans if is_last else None
+                yield SimpleNamespace(outputs=[part], prompt_token_ids=prompt["prompt_token_ids"])
+        finally:
+            self.num_running -= 1
         self.sampled.append(params.seed)
 
 
@@ -208,7 +221,6 @@ class SimulatedServer:
         """Start it, with weights that were never pushed."""
         self.engine = Engine(self._model, self._dtype)
         posts = [Route(f"/v1/{name}", _ok, methods=["POST"]) for name in ("completions", "chat/completions")]
-        posts.append(Route("/v1/endless", _endless, methods=["POST"]))
         app = Starlette(routes=[Route("/health", _ok), Route("/version", _version), *posts])
         app.add_middleware(Routes)  # type: ignore[arg-type]
         app.state.engine_client = self.engine
@@ -265,14 +277,6 @@ def pool_of(servers: Sequence[SimulatedServer], **options: Any) -> VLLMServerPoo
 async def _ok(request: Request) -> JSONResponse:
     await request.body()
     return JSONResponse({})
-
-
-async def _endless(request: Request) -> StreamingResponse:
-    async def parts() -> AsyncIterator[bytes]:
-        while True:
-            yield bytes(2**16)
-
-    return StreamingResponse(parts())
 
 
 async def _version(request: Request) -> JSONResponse:

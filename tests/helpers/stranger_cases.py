@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from raw_http import raw_exchange, request
 
-from groupgrad.integrations.vllm import client, weight_transport
 from groupgrad.integrations.vllm.http import Address, ServerRefused, call
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
@@ -54,13 +53,11 @@ BAD_JSON = (
 JSON_ROUTES = ("init", "check", "generate", "start", "finish")
 """Routes of groupgrad whose body is JSON."""
 
-PUSH = {"weight_version": "9-x", "push": "0", "timeout_s": 1.0, "tensors": []}
+PUSH = {"weight_version": "9-x", "timeout_s": 1.0, "tensors": []}
 ROWS = {"weight_version": "9-x", "sampling": {}, "prompts": [[5]]}
 BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     # Workers meet at the server's own address, not at one that the caller names.
     ("init", {"port": 5, "timeout_s": 1.0, "host": "10.0.0.1"}, "multiple values for keyword argument 'host'"),
-    ("start", {**PUSH, "timeout_s": 1e9}, "waits at most 86400 s: lower vllm_server_timeout"),
-    ("start", {**PUSH, "timeout_s": float("nan")}, "timeout_s is nan"),
     ("start", {**PUSH, "tensors": [5]}, "the route start does not take this"),
     ("start", {**PUSH, "tensors": [["a", "os", [1]]]}, "'os' is not the name of a torch dtype"),
     ("start", {**PUSH, "tensors": [["a", "int8", [-1]]]}, "has the shape"),
@@ -84,7 +81,6 @@ def head_of(model: Any) -> list[Any]:
 def announce(trainer: VLLMServerPool, version: str, tensors: list[list[Any]]) -> None:
     """Begin a push."""
     body = {"weight_version": version, "tensors": tensors, "timeout_s": 1.0}
-    body["push"] = call(address_of(trainer), "info", timeout_s=5.0)["next_push"]
     call(address_of(trainer), "start", body, timeout_s=5.0)
 
 
@@ -105,27 +101,6 @@ def answered_408(connections: list[socket.socket]) -> None:
     for connection, path in zip(connections, SLOW_PATHS):
         answer = connection.recv(65536)
         assert answer.startswith(b"HTTP/1.1 408"), (path, answer)
-
-
-def replay_is_refused(trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records a push over HTTP, and sends each of its calls again."""
-    recorded: list[tuple[Any, ...]] = []
-
-    def record(address: Any, route: str, body: Any = None, *, query: Any = None, timeout_s: float) -> Any:
-        data = bytes(body) if isinstance(body, memoryview) else body
-        recorded.append((route, data, query))
-        return call(address, route, body, query=query, timeout_s=timeout_s)
-
-    for module in (client, weight_transport):
-        monkeypatch.setattr(module, "call", record)
-    monkeypatch.setattr(trainer.members[0].client, "transport", weight_transport.HttpTransport())
-    trainer.push(model, 1)
-    replayed = [entry for entry in recorded if entry[0] in ("start", "update", "finish")]
-    assert {route for route, _, _ in replayed} == {"start", "update", "finish"}
-    for route, data, query in replayed:
-        with pytest.raises(ServerRefused) as caught:
-            call(address_of(trainer), route, data, query=query, timeout_s=5.0)
-        assert caught.value.status == 409, route
 
 
 def bucket_is_refused(

@@ -44,7 +44,7 @@ def trainer(server: Served, policy: Any) -> Iterator[VLLMServerPool]:
         (sample.ids, sample.logprobs) for sample in samples
     ]
     info = call(server.address, "info", timeout_s=30.0)
-    assert info["weight_version"] == engine.weight_version and info["complete"] and info["num_sampling"] == 0
+    assert info["weight_version"] == engine.weight_version and info["complete"]
     assert process is not None and server.process is process and process.poll() is None
     assert raw_exchange(server.port, request("/health"))[0] == 200
 
@@ -89,7 +89,7 @@ def test_a_push_waits_for_nobody_who_reads_nothing(server: Served, trainer: VLLM
         assert connection.recv(12) == b"HTTP/1.1 200"
         started = time.monotonic()
         trainer.push(policy, 1)
-        assert PATIENCE_S - 5.0 < time.monotonic() - started < PATIENCE_S + 60.0
+        assert time.monotonic() - started < PATIENCE_S
 
 
 def test_a_bucket_of_other_tensors_reaches_no_worker(server: Served, trainer: VLLMServerPool, policy: Any) -> None:

@@ -81,8 +81,7 @@ def test_rows_that_arrive_during_a_push_wait_for_its_weights(servers: list[Simul
     engine = server.engine_of()
     engine.connect(model)
     version = engine.push(model, 0)
-    info = call(server.address, "info", timeout_s=5.0)
-    body = {"weight_version": "1-b", "push": info["next_push"], "tensors": [], "timeout_s": 5.0, "keeps_rows": True}
+    body = {"weight_version": "1-b", "tensors": [], "timeout_s": 5.0, "keeps_rows": True}
     call(server.address, "start", body, timeout_s=5.0)
     assert not server.engine.may_sample.is_set()
     rows = {"weight_version": version, "sampling": {}, "prompts": [[5]]}
@@ -111,8 +110,7 @@ def test_rows_that_an_unfinished_push_has_paused_end_after_the_next_one(
     early = threading.Thread(target=lambda: lines.extend(Stream(server.address, "generate", rows, timeout_s=10.0)))
     early.start()
     until(lambda: 7 in server.engine.salts)
-    info = call(server.address, "info", timeout_s=5.0)
-    body = {"weight_version": "1-b", "push": info["next_push"], "tensors": [], "timeout_s": 5.0, "keeps_rows": True}
+    body = {"weight_version": "1-b", "tensors": [], "timeout_s": 5.0, "keeps_rows": True}
     call(server.address, "start", body, timeout_s=5.0)
     server.engine.token_s = 0.0
     VLLMPolicy(engine, model).refresh(1)
@@ -137,7 +135,10 @@ def test_a_vllm_that_records_no_versions_keeps_no_rows(
     assert info["complete"] and info["weight_version"] == version
 
 
-def test_a_vllm_that_does_not_pause_keeps_its_weights(servers: list[SimulatedServer], model: Any) -> None:
+@pytest.mark.parametrize("keeps_rows", [True, False])
+def test_a_vllm_that_does_not_pause_keeps_its_weights(
+    servers: list[SimulatedServer], model: Any, keeps_rows: bool
+) -> None:
     server = servers[0]
     engine = server.engine_of(timeout_s=0.3)
     version = engine.push(model, 0)
@@ -148,10 +149,32 @@ def test_a_vllm_that_does_not_pause_keeps_its_weights(servers: list[SimulatedSer
     server.engine.pause_generation = never  # type: ignore[method-assign]
     server.engine.may_sample.clear()
     with pytest.raises(ServerRefused, match=r"vLLM did not pause within 0\.3 s; weights cannot change"):
-        engine.push(model, 1, keeps_rows=True)
+        engine.push(model, 1, keeps_rows=keeps_rows)
     info = call(server.address, "info", timeout_s=5.0)
     assert info["complete"] and info["weight_version"] == version
     until(server.engine.may_sample.is_set)
+
+
+def test_a_push_waits_for_the_rows_that_are_sampled_and_for_no_row_that_was_given_up(
+    servers: list[SimulatedServer], model: Any
+) -> None:
+    server = servers[0]
+    policy = VLLMPolicy(server.engine_of(), model)
+    policy.refresh(0)
+    digests = [server.engine.model.digest]
+    sampling = Sampling(policy, ROWS, OPTIONS)
+    until(lambda: server.engine.num_running == len(ROWS))
+    vary(model)
+    another = server.engine_of()
+    another.push(model, 1)
+    check_tokens(server, sampling.result(), digests)
+    server.engine.token_s = 0.2  # eight seconds a row
+    with another.session(OPTIONS) as session:
+        session.submit(ROWS[0])
+        session.advance()
+    started = time.monotonic()
+    another.push(model, 2)
+    assert time.monotonic() - started < 4.0
 
 
 def sampling_on(servers: list[SimulatedServer], model: Any) -> tuple[VLLMPolicy, Sampling]:

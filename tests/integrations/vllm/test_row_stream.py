@@ -15,6 +15,8 @@ from groupgrad.integrations.vllm import row_stream as rows_module
 from groupgrad.integrations.vllm.media import encode
 from groupgrad.integrations.vllm.row_stream import RowStream, ServerLoad
 
+WEIGHTS = SimpleNamespace(version="0-a", adapter=None)
+
 
 class Engine:
     """Samples one token a row, and expands an image's placeholder (9) to three tokens."""
@@ -54,12 +56,10 @@ def stream_lines(engine: Engine, **body: Any) -> dict[int, dict[str, Any]]:
     load = ServerLoad()
 
     async def run() -> list[bytes]:
-        stream = RowStream(engine, {"sampling": {}, **body}, "0-a", None, load)
-        assert load.num_sampling == len(body["rows"])
+        stream = RowStream(engine, {"sampling": {}, **body}, "0-a", WEIGHTS, load)
         return [line async for line in stream.lines()]
 
     lines = [json.loads(line) for line in asyncio.run(run())]
-    assert load.num_sampling == 0
     return {line["row"]: line for line in lines if "row" in line}
 
 
@@ -80,7 +80,7 @@ def test_a_row_names_the_weights_that_vllm_has_sampled_it_from() -> None:
     assert [lines[3]["weight_versions"] for lines in found] == [[["1-b", 1]], [["0-a", 1], ["1-b", 1]]]
 
 
-def test_rows_of_a_vllm_that_keeps_no_record_name_the_weights_at_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_vllm_that_keeps_no_record_name_the_servers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.31 and earlier, where no push keeps rows."""
     monkeypatch.setattr(rows_module.compat, "installed_version", lambda name: "0.31.0")
     engine = Engine("0-a", "0-a")
@@ -108,9 +108,9 @@ def test_heartbeats_count_the_tokens_of_all_calls(monkeypatch: pytest.MonkeyPatc
                 yield output
 
     async def run() -> list[int]:
-        waiting = RowStream(Busy(), body, "0-a", None, load).lines()
+        waiting = RowStream(Busy(), body, "0-a", WEIGHTS, load).lines()
         before = json.loads(await anext(waiting))["num_tokens"]
-        _ = [line async for line in RowStream(Engine(), body, "0-a", None, load).lines()]
+        _ = [line async for line in RowStream(Engine(), body, "0-a", WEIGHTS, load).lines()]
         after = json.loads(await anext(waiting))["num_tokens"]
         free.set()
         assert [line async for line in waiting]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,6 @@ from stranger_cases import (
     head_of,
     nothing_is_sampled,
     pickles_stay_closed,
-    replay_is_refused,
     send_half_a_push,
     slow_bodies,
 )
@@ -96,7 +94,6 @@ def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: V
 def test_a_huge_body_is_refused_before_it_is_read(server: SimulatedServer, trainer: Any) -> None:
     for key, route in itertools.product((None, KEY), ("check", "start", "generate", "adapter", "init")):
         query = {"weight_version": "9-x", "base_version": "b", "config_bytes": 1, "checksum": 0, "timeout_s": 1.0}
-        query["push"] = call(trainer.members[0].client.address, "info", timeout_s=5.0)["next_push"]
         head = request(f"/groupgrad/{route}", key=key, length=2**40, **query)
         status, answer = raw_exchange(server.port, head)
         assert status == (401 if key is None else 413), (route, answer)
@@ -123,44 +120,8 @@ def test_a_slow_body_is_given_up_and_holds_nothing_up(
         assert time.monotonic() - started < 4.0
 
 
-@pytest.mark.fault(
-    "a caller of vLLM's own routes asks for a streamed answer and reads none of it",
-    "the answer is given up after a minute, and the push that waited goes on",
-    "nothing",
-)
-def test_an_answer_that_nobody_reads_keeps_no_push_waiting(
-    server: SimulatedServer,
-    trainer: VLLMServerPool,
-    model: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(server_module, "PATIENCE_S", 0.5)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as connection:
-        connection.sendall(request("/v1/endless", b"{}", KEY))
-        assert connection.recv(12) == b"HTTP/1.1 200"
-        assert call(server.address, "info", timeout_s=5.0)["num_sampling"] == 1
-        started = time.monotonic()
-        trainer.push(model, 1)
-        assert time.monotonic() - started < 4.0
-        assert call(server.address, "info", timeout_s=5.0)["num_sampling"] == 0
-    assert "the answer of /v1/endless is given up: the caller" in caplog.text
-
-
 def test_bad_bodies_are_bad_requests(server: SimulatedServer, trainer: VLLMServerPool) -> None:
     bad_bodies_are_refused(trainer, server.port, KEY)
-
-
-@pytest.mark.fault(
-    "somebody who has recorded a push to a vLLM server sends it again",
-    "status 409: its token and its weight version have been used; weights stay, sampling goes on",
-    "nothing",
-)
-def test_a_recorded_push_is_refused(
-    server: SimulatedServer, trainer: VLLMServerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert trainer._last_push is not None
-    replay_is_refused(trainer, trainer._last_push.model, monkeypatch)
 
 
 def test_a_bucket_of_other_tensors_reaches_no_worker(

@@ -151,7 +151,7 @@ class ServerClient:
             transport.connect(self.address, self.info["num_workers"], timeout_s=self.timeout_s)
             # Start: from here on the server samples nothing, until a push has been verified.
             body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
-            body |= {"push": self.info["next_push"], "keeps_rows": keeps_rows}
+            body["keeps_rows"] = keeps_rows
             # The server waits that long for rows to end; its answer takes a moment more.
             call(self.address, "start", body, timeout_s=self.timeout_s + 5.0)
             # Update, once for each bucket. A tensor is gathered, merged and cast when its bucket is filled.
@@ -186,14 +186,12 @@ class ServerClient:
             )
         if self.info["base_version"] != base_version:
             self.push_weights(PolicyWeights(push.model, merge=False), base_version)
-            self.info = self.look()
         config, tensors = adapter_bytes(files, torch_dtype(self.info["dtype"]))
         query = {
             "weight_version": push.weight_version,
             "base_version": base_version,
             "checksum": zlib.crc32(tensors, zlib.crc32(config)),
             "config_bytes": len(config),
-            "push": self.info["next_push"],
             "timeout_s": self.timeout_s,
         }
         call(self.address, "adapter", config + tensors, query=query, timeout_s=self.timeout_s + 5.0)

@@ -21,8 +21,6 @@ HEARTBEAT_S = 1.0
 class ServerLoad:
     """Counters of the work of a whole server."""
 
-    num_sampling: int = 0
-    """Rows, and calls of vLLM's own routes, under way."""
     num_tokens: int = 0
     """Tokens sampled for rows since the server started."""
 
@@ -33,14 +31,15 @@ class RowStream:
     `body` has `sampling`, `prompts` (lists of ids) and `rows`, each with `row` (its name in the answer), `prompt`
     (index into `prompts`), `seed`, `max_tokens`, and with images `images`, a key of the body's `images`, which holds
     lists of PNGs in base64. `weight_version` is that of the weights at the start: only rows that start with the same
-    weights share keys and values. `load` counts over all calls, since a row may have to wait for those of another rank.
+    weights share keys and values. `weights` has the present `version` and `adapter`. `load` counts over all calls,
+    since a row may have to wait for those of another rank.
     ValueError if vLLM refuses the options; LookupError or TypeError for a body without these fields.
     """
 
-    def __init__(self, engine: Any, body: dict[str, Any], weight_version: str, adapter: Any, load: ServerLoad):
+    def __init__(self, engine: Any, body: dict[str, Any], weight_version: str, weights: Any, load: ServerLoad):
         from vllm.sampling_params import RequestOutputKind
 
-        self._engine, self._adapter, self._load = engine, adapter, load
+        self._engine, self._weights, self._load = engine, weights, load
         self._weight_version = weight_version
         self._decoded: dict[str, asyncio.Future[Any]] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -51,12 +50,6 @@ class RowStream:
             params = sampling_params(body["sampling"], row_fields, output_kind=RequestOutputKind.DELTA)
             rows.append((row["row"], body["prompts"][row["prompt"]], row.get("images"), params))
         self._tasks = [asyncio.create_task(self._sample(*row)) for row in rows]
-        load.num_sampling += len(self._tasks)
-        for task in self._tasks:
-            task.add_done_callback(self._count_ended)
-
-    def _count_ended(self, _task: asyncio.Task[None]) -> None:
-        self._load.num_sampling -= 1
 
     async def lines(self) -> AsyncIterator[bytes]:
         """One line of JSON for each ended row: `ids`, `logprobs`, `finish_reason` and `weight_versions`, or an `error`.
@@ -89,7 +82,7 @@ class RowStream:
                 {**vllm_prompt(prompt, images, self._engine), "cache_salt": self._weight_version},
                 params,
                 f"groupgrad-{uuid.uuid4().hex}",  # vLLM keys its answers by request id, so ids must be unique
-                lora_request=self._adapter,
+                lora_request=self._weights.adapter,
             )
             async for output in outputs:
                 if images:
@@ -103,8 +96,8 @@ class RowStream:
                 spans = getattr(part, "weight_versions", None) or ()
             if compat.vllm_records_versions():
                 versions = version_counts(spans, len(ids))
-            else:  # then no push keeps rows, so the weights of a row are those at its start
-                versions = [(self._weight_version, len(ids))]
+            else:  # then no push keeps rows, so the weights of a row are those at its end
+                versions = [(self._weights.version, len(ids))]
             line |= {"ids": ids, "logprobs": logprobs, "weight_versions": versions}
         except Exception as error:  # reported to the trainer, as the failure of this row alone
             line["error"] = f"{type(error).__name__}: {error}"

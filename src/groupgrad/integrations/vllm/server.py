@@ -15,10 +15,9 @@ development mode alone, and check nothing (docs/vllm.md).
 Every route, vLLM's own included, needs the key (`http.py`); without it only GET `/health` is answered.
 
 Weights are *complete* when a whole push has arrived and was verified. Until then no route samples: after a push that
-broke off, the server refuses to sample until another push has ended. A push first waits for rows under way; vLLM's own
-routes refuse new calls meanwhile, with a `Retry-After`. A push with `keeps_rows` pauses vLLM instead: rows under way,
-and those that arrive meanwhile, go on with the new weights. A push is announced with the token of `info`, which is
-another one after each announcement, so a recorded push that is sent again is refused.
+broke off, the server refuses to sample until another push has ended. A push first pauses vLLM, which ends the rows
+under way, or with `keeps_rows` stops them where they are: these, and rows that arrive meanwhile, go on with the new
+weights.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import logging
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -55,8 +53,6 @@ from groupgrad.integrations.vllm.wire import (
     specs_to_json,
 )
 
-logger = logging.getLogger(__name__)
-
 PREFIX = "/groupgrad/"
 OPEN_PATH = "/health"
 """The only path that is answered without the key."""
@@ -65,9 +61,7 @@ JSON_BYTES, SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**20, 2**26, 2**30, 2**33
 """Largest JSON body of most routes, announcement of a push, call for rows (with images, or of vLLM's own routes), and
 adapter."""
 PATIENCE_S = 60.0
-"""Time that a caller has for sending each part of a body, and for reading each part of an answer."""
-MAX_TIMEOUT_S = 86400.0
-"""Longest wait that a caller may ask for."""
+"""Time that a caller has for sending each part of a body."""
 RETRY_S = 1
 """Seconds after which a caller that was refused during a push may retry."""
 
@@ -96,16 +90,12 @@ class ServerWeights:
     """vLLM's request for the adapter that rows are sampled with."""
     num_adapters: int = 0
     """Adapters pushed since the start."""
-    next_push: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Token that the next push has to name."""
     specs: Sequence[TensorSpec] = ()
     """Tensors that the push under way has announced."""
     num_tensors: int = 0
     """Number of announced tensors that the workers have received."""
     group: str = ""
     """The process group that the workers were asked to join last."""
-    push_is_waiting: bool = False
-    """True while a push waits for rows to end."""
     keeps_rows: bool = False
     """True if the push under way, or the last one, keeps rows that have not ended."""
     outlived: set[str] = field(default_factory=set)
@@ -123,14 +113,9 @@ class ServerWeights:
             503, f"the push {self.pending_version!r} of weights has not ended; nothing is sampled until one has"
         )
 
-    def check_announced(self, token: str) -> None:
-        """Refuses a push whose token is not the present token of `info`."""
-        if token != self.next_push:
-            raise Refusal(409, "another push has begun since this one asked for `info`, or this one was sent before")
-
     def begin(self, version: str, specs: Sequence[TensorSpec] = (), *, keeps_rows: bool = False) -> None:
         """Marks the weights incomplete until the push of these tensors ends."""
-        self.is_complete, self.pending_version, self.next_push = False, version, uuid.uuid4().hex
+        self.is_complete, self.pending_version = False, version
         self.specs, self.num_tensors, self.keeps_rows = specs, 0, keeps_rows
         self.outlived = {*self.outlived, self.version} if keeps_rows else set()
 
@@ -165,7 +150,7 @@ class Routes:
         self._start_id = uuid.uuid4().hex
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers groupgrad's routes; refuses calls without the key, and vLLM's own POST routes during a push."""
+        """Answers groupgrad's routes; refuses calls without the key, and vLLM's POST routes without whole weights."""
         asks_health = scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == OPEN_PATH
         if scope["type"] == "lifespan" or asks_health:
             await self._app(scope, receive, send)
@@ -184,37 +169,17 @@ class Routes:
         return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), self._key)
 
     async def _call_vllm(self, scope: Any, receive: Any, send: Any) -> None:
-        """Calls one of vLLM's routes with its whole body; a POST only while weights are complete and no push waits.
-
-        A call counts as sampling from the arrival of its body until its answer was read, or was given up because the
-        caller does not read. So neither a missing body nor an unread answer keeps pushes waiting.
-        """
-        samples = scope["method"] == "POST"
+        """Calls one of vLLM's routes with its whole body; a POST only while weights are complete."""
         try:
             body = await _read(Request(scope, _timely(receive)), ROWS_BYTES)
-            if samples:
-                self._check_sampling()
+            if scope["method"] == "POST" and not self._weights.is_complete:
+                raise self._weights.not_complete()
         except Refusal as refusal:
             await _reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
-            return
         except ClientDisconnect:
-            return
-        self._load.num_sampling += samples
-        try:
-            await self._app(scope, _replayed(body, receive), _timely(send, ConnectionAbortedError))
-        except (ConnectionAbortedError, ClientDisconnect) as error:
-            # Starlette leaves out the reason.
-            reason = str(error) or f"the caller went away, or has read nothing for {PATIENCE_S:g} s"
-            logger.warning("the answer of %s is given up: %s", scope["path"], reason)
-        finally:
-            self._load.num_sampling -= samples
-
-    def _check_sampling(self) -> None:
-        """Refuses a call of vLLM's routes while weights are incomplete or a push waits."""
-        if not self._weights.is_complete:
-            raise self._weights.not_complete()
-        if self._weights.push_is_waiting:  # new calls could keep a push waiting for ever
-            raise Refusal(503, "a push of weights waits for rows to end; ask again in a moment")
+            pass
+        else:
+            await self._app(scope, _replayed(body, receive), send)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         engine = scope["app"].state.engine_client
@@ -262,8 +227,6 @@ class Routes:
             "base_version": weights.base_version,
             "complete": weights.is_complete,
             "pending_version": weights.pending_version,
-            "next_push": weights.next_push,
-            "num_sampling": self._load.num_sampling,
         }
 
     async def route_check(self, engine: Any, request: Request) -> None:
@@ -275,14 +238,13 @@ class Routes:
         """Starts the rows."""
         body, weights = await _json(request, ROWS_BYTES), self._weights
         version = body["weight_version"]
-        # Nothing is awaited from here on: no push can begin between the check of the version and the rows' start.
         present = weights.pending_version if weights.is_paused else weights.version
         if not weights.is_complete and not weights.is_paused:
             raise weights.not_complete()
         if version != present and version not in weights.outlived:
             raise Refusal(409, f"this server has the weights {weights.version!r}, not {version!r}")
         with _refused_options():
-            return RowStream(engine, body, str(present), weights.adapter, self._load)
+            return RowStream(engine, body, str(present), weights, self._load)
 
     async def route_init(self, engine: Any, request: Request) -> None:
         """Makes all workers check the trainer's shared memory, open a port, form a process group, or only answer.
@@ -294,8 +256,6 @@ class Routes:
 
         body, weights = await _json(request), self._weights
         group = body.pop("group", "")
-        if "port" in body:
-            _timeout(body)
         rendezvous = Rendezvous(**body, host=request.scope["server"][0] if "port" in body else "")
         async with weights.lock:
             if rendezvous.port:
@@ -304,16 +264,15 @@ class Routes:
 
     async def route_start(self, engine: Any, request: Request) -> None:
         body, weights = await _json(request, SPECS_BYTES), self._weights
-        version, token, timeout_s = body["weight_version"], body["push"], _timeout(body)
+        version, timeout_s = body["weight_version"], float(body["timeout_s"])
         specs, keeps_rows = specs_from_json(body["tensors"]), body.get("keeps_rows", False)
         if keeps_rows and not compat.vllm_records_versions():
             story = "does not record which weights have sampled a token, so no push keeps rows"
             raise Refusal(400, f"vLLM {_vllm_version()} {story}")
         async with weights.lock:
-            weights.check_announced(token)
             # A push that broke off may have left rows paused. None of them ends before this push, so it keeps them too.
             keeps_rows = keeps_rows or weights.is_paused
-            await (self._pause(engine, timeout_s) if keeps_rows else self._drain(timeout_s))
+            await self._pause(engine, timeout_s, keeps_rows=keeps_rows)
             await self._end_update(engine)
             weights.begin(version, specs, keeps_rows=keeps_rows)
             weights.base_version, weights.adapter = "", None  # no adapter fits weights that are half loaded
@@ -366,21 +325,20 @@ class Routes:
 
     async def route_adapter(self, engine: Any, request: Request) -> None:
         """Loads an adapter; the body is its configuration (`config_bytes` long), then its tensors."""
-        query, timeout_s = request.query_params, _timeout(request.query_params)
-        version, base_version, token = query["weight_version"], query["base_version"], query["push"]
+        query = request.query_params
+        version, base_version, timeout_s = query["weight_version"], query["base_version"], float(query["timeout_s"])
         config_bytes, checksum = int(query["config_bytes"]), int(query["checksum"])
         data = await _read(request, ADAPTER_BYTES)
         if zlib.crc32(data) != checksum:
             raise Refusal(422, f"the adapter {version!r} arrived with another checksum than it was sent with")
         weights = self._weights
         async with weights.lock:
-            weights.check_announced(token)
-            await self._drain(timeout_s)
             if weights.base_version != base_version:
                 raise Refusal(
                     409,
                     f"the adapter {version!r} belongs to other weights than {weights.base_version!r}, which are here",
                 )
+            await self._pause(engine, timeout_s)
             weights.num_adapters += 1
             previous = weights.adapter
             weights.begin(version)
@@ -392,23 +350,11 @@ class Routes:
             weights.adapter = adapter
             await self._finish_push(engine, version)
 
-    async def _drain(self, timeout_s: float) -> None:
-        """Waits until nothing is sampled; vLLM's own routes refuse new calls meanwhile."""
-        weights, loop = self._weights, asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        weights.push_is_waiting = True
+    async def _pause(self, engine: Any, timeout_s: float, *, keeps_rows: bool = False) -> None:
+        """Returns when nothing is sampled, with rows under way ended, or kept where they are, keys and values too."""
         try:
-            while num_sampling := self._load.num_sampling:
-                if loop.time() > deadline:
-                    raise Refusal(409, f"{num_sampling} rows still sample after {timeout_s:g} s; weights cannot change")
-                await asyncio.sleep(0.01)
-        finally:
-            weights.push_is_waiting = False
-
-    async def _pause(self, engine: Any, timeout_s: float) -> None:
-        """Stops sampling after the present step; rows under way stay where they are, with their keys and values."""
-        try:
-            await asyncio.wait_for(engine.pause_generation(mode="keep", clear_cache=False), timeout_s)
+            pause = engine.pause_generation(mode="keep" if keeps_rows else "wait", clear_cache=False)
+            await asyncio.wait_for(pause, timeout_s)
         except asyncio.TimeoutError:
             # vLLM takes calls in order: it resumes as soon as it comes to the pause.
             self._resuming = asyncio.create_task(engine.resume_generation())
@@ -426,9 +372,8 @@ class Routes:
             # Image features have a cache of their own.
             await engine.reset_encoder_cache()
         await engine.update_weight_version(version)
-        if weights.is_paused:
-            await engine.resume_generation()
         weights.version, weights.is_complete, weights.pending_version = version, True, None
+        await engine.resume_generation()
 
 
 @contextmanager
@@ -447,9 +392,8 @@ def _vllm_version() -> str:
 async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
     """Sends the rows' lines; rows are aborted when the caller disconnects."""
     try:
-        await StreamingResponse(rows.lines(), media_type="application/x-ndjson")(scope, receive, send)
-    except OSError:
-        logger.info("a trainer went away while its rows were sampled")
+        with suppress(OSError):  # the caller went away
+            await StreamingResponse(rows.lines(), media_type="application/x-ndjson")(scope, receive, send)
     finally:
         rows.abort()
 
@@ -477,26 +421,14 @@ async def _json(request: Request, max_bytes: int = JSON_BYTES) -> dict[str, Any]
     return dict(json.loads(await _read(request, max_bytes)))
 
 
-def _timeout(values: Mapping[str, Any]) -> float:
-    """The field `timeout_s`, at most `MAX_TIMEOUT_S`."""
-    seconds = float(values["timeout_s"])
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        story = f"timeout_s is {seconds:g}; the server waits at most {MAX_TIMEOUT_S:g} s: lower vllm_server_timeout"
-        raise Refusal(400, story)
-    return seconds
+def _timely(receive: Any) -> Any:
+    """ASGI's `receive`, which refuses a caller that sends nothing for `PATIENCE_S`."""
 
-
-def _timely(
-    exchange: Callable[..., Any], late: Callable[[str], Exception] = lambda story: Refusal(408, story)
-) -> Callable[..., Any]:
-    """ASGI's `receive` or `send`, which fails with `late` if the caller sends or reads nothing for `PATIENCE_S`."""
-
-    async def limited(*message: Any) -> Any:
+    async def limited() -> Any:
         try:
-            return await asyncio.wait_for(exchange(*message), PATIENCE_S)
+            return await asyncio.wait_for(receive(), PATIENCE_S)
         except asyncio.TimeoutError:
-            what = "read nothing of its answer" if message else "sent nothing of its body"
-            raise late(f"the caller has {what} for {PATIENCE_S:g} s") from None
+            raise Refusal(408, f"the caller has sent nothing of its body for {PATIENCE_S:g} s") from None
 
     return limited
 

@@ -19,7 +19,7 @@ import torch
 
 from groupgrad.models.layer_configs import common_field
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the routes under `/groupgrad` and of their payloads.
 
 Raise it by one with each change that an older trainer or server would misread.
