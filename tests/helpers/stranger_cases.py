@@ -70,7 +70,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
 
 def address_of(trainer: VLLMServerPool) -> Address:
     """The trainer's only server."""
-    return trainer.members[0].client.address
+    return trainer.members[0].address
 
 
 def head_of(model: Any) -> list[Any]:

@@ -76,7 +76,7 @@ def run(case: str, folder: Path, port: int) -> dict[str, Any]:
         ddp_backend="gloo" if ranks > 1 else None,
         **{**settings, "per_device_train_batch_size": ROWS // ranks},
     )
-    trainer.engine.engine.members[0].client.bucket_bytes = 40_000
+    trainer.engine.engine.members[0].bucket_bytes = 40_000
     first = whole_weights(trainer.model)
     trainer.train()
     trainer.vllm_policy.close()

@@ -18,24 +18,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.integrations.vllm.server_rows import ServerRows
+from groupgrad.integrations.vllm.pool_session import PoolSession
 
 ROWS: list[dict[str, Any]] = []
 
 
 def main(out: Path, url: str) -> None:
-    advance = ServerRows.advance
+    advance = PoolSession.advance
 
-    def recorded(self: ServerRows) -> Any:
-        requests = dict(self.requests)
+    def recorded(self: PoolSession) -> Any:
+        requests = dict(self._open)
         samples = advance(self)
-        for ticket, sample in samples.items():
+        for ticket, sample in samples:
             request = requests[ticket]
             row = {"prompt": request.prompt_ids, "seed": request.seed, "ids": sample.ids}
             ROWS.append({**row, "steps": sample.policy_versions})
         return samples
 
-    ServerRows.advance = recorded  # type: ignore[method-assign]
+    PoolSession.advance = recorded  # type: ignore[method-assign]
     config = GRPOConfig(
         **{**ranks.HELP.SETTINGS, "max_steps": 5, "max_completion_length": 12},
         output_dir=str(out / "run"),

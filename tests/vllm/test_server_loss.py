@@ -55,7 +55,7 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
     # It dies during a push.
     vary(policy, 2)
     transport = KillsOnce(served)
-    engine.members[0].client.transport = transport
+    engine.members[0].transport = transport
     engine.push(policy, 2)
     assert transport.killed
     samples = engine.sample(LONG, OPTIONS)

@@ -67,4 +67,4 @@ def sampled_alone(server: Served, pool: VLLMServerPool) -> list[Sample]:
 def _have_patience(pool: VLLMServerPool, timeout_s: float) -> None:
     pool.timeout_s = timeout_s
     for member in pool.members:
-        member.client.timeout_s = timeout_s
+        member.timeout_s = timeout_s

@@ -21,7 +21,7 @@ from vllm_training import LARGE, logged, make_trainer
 from waiting import until
 
 from groupgrad.integrations.vllm.http import Address
-from groupgrad.integrations.vllm.server_rows import ServerRows
+from groupgrad.integrations.vllm.pool_session import PoolSession
 from groupgrad.integrations.vllm.vllm_policy import LEAVE_PUSH_S
 from groupgrad.integrations.vllm.weight_transport import HttpTransport
 from groupgrad.integrations.vllm.wire import Bucket
@@ -44,7 +44,7 @@ def train(make_model: Any, tokenizer: Any, tmp_path: Path, served: Served) -> It
         policy = vary(make_model(seed=3, **LARGE), 3) if policy is None else policy
         where = {"vllm_mode": "server", "vllm_server_port": served.port}
         made.append(make_trainer(policy, tokenizer, tmp_path / "run", **{**where, **settings}))
-        made[-1].engine.engine.members[0].client.bucket_bytes = 40_000
+        made[-1].engine.engine.members[0].bucket_bytes = 40_000
         return made[-1]
 
     yield make
@@ -69,21 +69,21 @@ class KillsAt(HttpTransport):
 def kill_while_sampling(served: Served, monkeypatch: pytest.MonkeyPatch, *, when: Callable[[], bool]) -> list[str]:
     """Kill and restart the server while it has rows and none has ended; returns the names of the sampling threads."""
     seen: list[str] = []
-    send = ServerRows.send
+    send = PoolSession.send
 
-    def sends(rows: ServerRows, requests: Any) -> None:
+    def sends(session: PoolSession, server: Any, tickets: Any) -> None:
         if seen or not when():
-            send(rows, requests)
+            send(session, server, tickets)
             return
         seen.append(threading.current_thread().name)
         for worker in served.workers():
             worker.suspend()
-        send(rows, requests)
+        send(session, server, tickets)
         time.sleep(0.5)
         served.kill()
         served.start()
 
-    monkeypatch.setattr(ServerRows, "send", sends)
+    monkeypatch.setattr(PoolSession, "send", sends)
     return seen
 
 
@@ -97,7 +97,7 @@ def test_a_run_survives_servers_that_come_late_and_die(
     threading.Timer(1.0, served.start).start()
     trainer = train(max_steps=4)
     seen = kill_while_sampling(served, monkeypatch, when=lambda: trainer.state.global_step == 1)
-    transport = trainer.engine.engine.members[0].client.transport = KillsAt(served, 2)
+    transport = trainer.engine.engine.members[0].transport = KillsAt(served, 2)
     trainer.train()
     assert seen and transport.killed
     assert trainer.watch.policy_steps == [0, 1, 2, 3] and trainer.watch.gap < 1e-3

@@ -48,7 +48,7 @@ def main(model: str, run: Path, settings: dict[str, Any], stop_at: str) -> None:
     ahead; or `reward`, after the rows of batch 2 are sampled."""
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     trainer: Any = make_trainer(policy, tokenizer, run, vllm_mode="server", **settings)
-    client = trainer.engine.engine.members[0].client
+    client = trainer.engine.engine.members[0]
     client.bucket_bytes = 40_000
     gate = Gate(run)
     if stop_at == "ahead":

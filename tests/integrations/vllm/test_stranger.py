@@ -46,7 +46,7 @@ def trainer(server: SimulatedServer, model: Any) -> Iterator[VLLMServerPool]:
     yield engine
     assert server.engine.model.digest == digest
     assert [sample.ids for sample in engine.sample(ROWS, OPTIONS)] == ids
-    assert call(engine.members[0].client.address, "info", timeout_s=5.0)["weight_version"] == engine.weight_version
+    assert call(engine.members[0].address, "info", timeout_s=5.0)["weight_version"] == engine.weight_version
 
 
 def text(**fields: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -58,6 +59,18 @@ class ServerClient:
         """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
         self.info: dict[str, Any] = {}
         """The server's answer to the last request for its `info`: `vocab_size`, `dtype`, ..."""
+        # What a pool of servers knows of this one:
+        self.cause: Exception | str | None = None
+        """Why it is lost, so that nothing is sampled there; None while it serves."""
+        self.failures = 0
+        """Losses since the last push or since a row of it ended."""
+        self.looking: Future[dict[str, Any]] | None = None
+        """A look, in a thread, whether a lost server is back; its result is the server's `info`."""
+
+    @property
+    def is_back(self) -> bool:
+        """True for a lost server that answers again."""
+        return self.looking is not None and self.looking.done() and self.looking.exception() is None
 
     def connect(self, model: nn.Module, num_tokens: int, is_given_up: Callable[[], bool]) -> None:
         """Waits for the server, and checks that it serves this model and contexts of `num_tokens`.
@@ -87,7 +100,7 @@ class ServerClient:
             else:
                 self._push_adapter(push, base_version)
         except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
-            error.args = (f"pushing version {push.policy_step} to {self.address} failed: {error}{_remedy(error)}",)
+            error.args = (f"pushing version {push.policy_step} to {self.address} failed: {error}",)
             raise
 
     def close(self) -> None:
@@ -202,14 +215,6 @@ def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def another_trainer(address: Address, theirs: str | None, ours: str | None) -> RuntimeError:
-    """The error for a server that has weights which this trainer has not pushed."""
-    return RuntimeError(
-        f"the vLLM server {address} has the weights {theirs!r}, but this trainer pushed {ours!r}: another trainer uses "
-        "the same server; give each a server of its own"
-    )
-
-
 def incompatibilities(policy: nn.Module, num_tokens: int, info: dict[str, Any]) -> list[str]:
     """Reasons why a server with this `info` cannot serve contexts of `num_tokens` of the policy; empty if it can."""
     base = base_model(unwrap(policy))
@@ -237,13 +242,3 @@ def incompatibilities(policy: nn.Module, num_tokens: int, info: dict[str, Any]) 
             "max_completion_length"
         )
     return problems
-
-
-def _remedy(error: Exception) -> str:
-    """The settings to change if the server reports that it ran out of memory."""
-    if "out of memory" not in str(error).lower():
-        return ""
-    return (
-        "; the server ran out of memory: start it with a lower --gpu-memory-utilization or --max-model-len, or a "
-        "higher --tensor-parallel-size"
-    )

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from groupgrad import dist
 from groupgrad.concurrency.daemon_threads import DaemonThreads
-from groupgrad.engines.base import Sample, SamplingOptions, TicketSession
+from groupgrad.engines.base import SamplingOptions
 from groupgrad.errors import WeightsLost
-from groupgrad.integrations.vllm.client import ServerClient, another_trainer
+from groupgrad.integrations.vllm.client import ServerClient
 from groupgrad.integrations.vllm.http import GIVEN_UP, POLL_S, Address, ServerRefused, ServerTimeout
-from groupgrad.integrations.vllm.server_rows import ServerRows, open_rows
-from groupgrad.integrations.vllm.vllm_params import PROCESSED, sampling_fields
+from groupgrad.integrations.vllm.pool_session import PoolSession
+from groupgrad.integrations.vllm.vllm_params import sampling_fields
 from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 from groupgrad.integrations.vllm.weight_transport import GROUP_PORT
@@ -30,14 +28,8 @@ from groupgrad.models.shards import is_sharded
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 0.05
-"""Longest that one `advance` of a session waits for a row to end."""
-
 FRUITLESS_ATTEMPTS = 3
 """Consecutive losses of a server that are tolerated while no row of it ends and no push begins."""
-
-GRACE_S = 30.0
-"""Longest that a rank waits for another rank to begin a push to a server that was started again."""
 
 _SAME = ("dtype", "quantization", "logprobs_mode", "vllm")
 """Fields of `info` that all servers share: with others a row would depend on the server that samples it."""
@@ -46,24 +38,6 @@ _THREADS = DaemonThreads("vllm-servers")
 
 _LOSSES = (ConnectionError, TimeoutError, ServerRefused)
 """Errors by which a server is lost."""
-
-
-@dataclass(slots=True, eq=False)
-class PooledServer:
-    """A server of the pool."""
-
-    client: ServerClient
-    cause: Exception | str | None = None
-    """Why it is lost, so that nothing is sampled there; None while it serves."""
-    failures: int = 0
-    """Losses since the last push or since a row of it ended."""
-    look: Future[dict[str, Any]] | None = None
-    """A look, in a thread, whether a lost server is back; its result is the server's `info`."""
-
-    @property
-    def is_back(self) -> bool:
-        """True for a lost server that answers again."""
-        return self.look is not None and self.look.done() and self.look.exception() is None
 
 
 class VLLMServerPool(VLLMEngine):
@@ -93,7 +67,7 @@ class VLLMServerPool(VLLMEngine):
         super().__init__(regex)
         self.timeout_s, self.pushes = timeout_s, pushes
         self.members = [  # servers of one machine need ports of their own
-            PooledServer(ServerClient(address, timeout_s=timeout_s, group_port=group_port + number, **client_options))
+            ServerClient(address, timeout_s=timeout_s, group_port=group_port + number, **client_options)
             for number, address in enumerate(addresses)
         ]
         self.base_version = f"base-{uuid.uuid4().hex[:8]}"
@@ -102,14 +76,14 @@ class VLLMServerPool(VLLMEngine):
         """Weight versions that a server may have without another trainer."""
 
     @property
-    def live(self) -> list[PooledServer]:
+    def live(self) -> list[ServerClient]:
         """The servers that are not lost."""
         return [member for member in self.members if member.cause is None]
 
     @property
     def info(self) -> dict[str, Any]:
         """The `info` of the first server, with the smallest `max_lora_rank` of all servers."""
-        infos = [member.client.info for member in self.members]
+        infos = [member.info for member in self.members]
         return {**infos[0], "max_lora_rank": min(int(info.get("max_lora_rank") or 0) for info in infos)}
 
     def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:
@@ -129,25 +103,21 @@ class VLLMServerPool(VLLMEngine):
         self._each(self.members, act)
         if len(self.live) < len(self.members):
             raise self._loss("not all vLLM servers can be used")
-        clients = [member.client for member in self.members]
-        problem = _difference(clients)
+        problem = _difference(self.members)
         if problem is not None:
             raise ValueError(problem)
-        self.max_model_len = min(int(client.info["max_model_len"]) for client in clients)
-        self.logprobs_mode = str(clients[0].info.get("logprobs_mode", PROCESSED))
+        self.max_model_len = min(int(member.info["max_model_len"]) for member in self.members)
+        self.logprobs_mode = str(self.members[0].info["logprobs_mode"])
 
     def _push(self, push: Push) -> str:
         """Pushes to all servers that answer.
 
         ConnectionError, with each server's cause, if none does in time or all refuse; one server's own error.
-        ValueError for an adapter on a sharded model.
         """
-        if push.kind == "adapter" and is_sharded(push.model):
-            raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
         if not self.pushes:
             self._push_sharded(push, [])
             return self._weight_version or ""
-        if not all(member.client.info for member in self.members):
+        if not all(member.info for member in self.members):
             self.connect(push.model)
         self.expect(push.weight_version)
         self._last_push = push
@@ -158,13 +128,10 @@ class VLLMServerPool(VLLMEngine):
         try:
             while not self._answering():
                 self._wait(deadline)
-        except BaseException:
-            if is_sharded(push.model):
-                self._push_sharded(push, [])  # the passes that the other ranks make, which send nothing
-            raise
-        if is_sharded(push.model):
-            self._push_sharded(push, self._answering())
-        else:
+        finally:
+            if is_sharded(push.model):  # the other ranks make these passes, whether a server is there or not
+                self._push_sharded(push, self._answering())
+        if not is_sharded(push.model):
             self._push_to(self._answering(), push)
             while not self.live and not all(map(self._is_in_vain, self.members)):
                 self._wait(deadline)
@@ -173,7 +140,7 @@ class VLLMServerPool(VLLMEngine):
             raise self._loss("no vLLM server took the weights")
         return push.weight_version
 
-    def _push_sharded(self, push: Push, answering: Sequence[PooledServer]) -> None:
+    def _push_sharded(self, push: Push, answering: Sequence[ServerClient]) -> None:
         """One server after another: a pass over sharded weights takes all ranks, which do not know who is lost."""
         errors = []
         for member in self.members:
@@ -188,7 +155,7 @@ class VLLMServerPool(VLLMEngine):
         if errors:
             raise errors[0]
 
-    def _push_to(self, members: Sequence[PooledServer], push: Push) -> None:
+    def _push_to(self, members: Sequence[ServerClient], push: Push) -> None:
         def act(client: ServerClient) -> None:
             if len(self.members) > 1:  # others could go on, while this push would wait for workers that hang
                 client.look_at_workers()
@@ -196,9 +163,9 @@ class VLLMServerPool(VLLMEngine):
 
         self._each(members, act)
 
-    def _is_in_vain(self, member: PooledServer) -> bool:
+    def _is_in_vain(self, member: ServerClient) -> bool:
         """True for a lost server where another attempt at a push would change nothing."""
-        is_refused = isinstance(member.cause, (ServerRefused, ServerTimeout)) and not member.client.is_restarted()
+        is_refused = isinstance(member.cause, (ServerRefused, ServerTimeout)) and not member.is_restarted()
         return is_refused or member.failures > FRUITLESS_ATTEMPTS
 
     def share_weight_version(self) -> None:
@@ -216,56 +183,51 @@ class VLLMServerPool(VLLMEngine):
     def close(self) -> None:
         """Leaves the servers; they keep their weights."""
         for member in self.members:
-            member.client.close()
+            member.close()
 
-    def lose(self, member: PooledServer, cause: Exception | str) -> None:
+    def lose(self, member: ServerClient, cause: Exception | str) -> None:
         """Stops using a server until it is back."""
-        member.cause, member.look, member.failures = cause, None, member.failures + 1
+        member.cause, member.looking, member.failures = cause, None, member.failures + 1
         story = "vLLM server %s is lost, and %d of %d are left: %s"
-        logger.warning(story, member.client.address, len(self.live), len(self.members), cause)
+        logger.warning(story, member.address, len(self.live), len(self.members), cause)
 
     def readmit(self) -> None:
         """Uses servers that are back, with the weights given to them; RuntimeError if they are another trainer's."""
         for member in self._answering():
-            if member.look is None or member.cause is None or member.failures > FRUITLESS_ATTEMPTS:
+            if member.looking is None or member.cause is None or member.failures > FRUITLESS_ATTEMPTS:
                 continue
-            info, client = member.look.result(), member.client
+            info = member.looking.result()
             version = info["weight_version"] if info["complete"] else info["pending_version"]
             if info["complete"] and version == self._weight_version:
                 member.cause = None
-            elif info["start_id"] == client.info.get("start_id") and self.pushes and version not in self._versions:
-                raise another_trainer(client.address, version, self._weight_version)
+            elif info["start_id"] == member.info.get("start_id") and self.pushes and version not in self._versions:
+                raise RuntimeError(
+                    f"the vLLM server {member.address} has the weights {version!r}, but this trainer pushed "
+                    f"{self._weight_version!r}: another trainer uses the same server; give each a server of its own"
+                )
             elif self._may_push and self._last_push is not None:
-                logger.warning("vLLM server %s has lost the weights; pushing %s", client.address, self._weight_version)
+                logger.warning("vLLM server %s has lost the weights; pushing %s", member.address, self._weight_version)
                 self._push_to([member], self._last_push)
             else:
-                member.look = None  # it may have been given the weights when it is looked at again
+                member.looking = None  # it may have been given the weights when it is looked at again
             if member.cause is None:
-                logger.warning("vLLM server %s is back", client.address)
+                logger.warning("vLLM server %s is back", member.address)
 
     def wait_for_one(self) -> None:
         """Returns when a server can be used.
 
-        WeightsLost if those that are back cannot be given these weights now: while `is_frozen`, alone on a sharded
-        model, or where another rank pushes and does not notice, having nothing to sample. ConnectionError, with each
-        server's cause, if none is back within `timeout_s`.
+        WeightsLost if those that are back are not given these weights: while `is_frozen`, alone on a sharded model, or
+        where another rank pushes and does not notice within `timeout_s`, having nothing to sample. ConnectionError,
+        with each server's cause, if none is back within `timeout_s`.
         """
-        deadline, patience_s = time.monotonic() + self.timeout_s, min(self.timeout_s, GRACE_S)
-        back_since: float | None = None
+        deadline, was_back = time.monotonic() + self.timeout_s, False
         while not self.live:
+            is_given_up = self.pushes or self.is_frozen or time.monotonic() > deadline
+            if was_back and is_given_up and not self._may_push:
+                raise WeightsLost(self._story(f"no vLLM server has the weights {self._weight_version!r} any more"))
             self._wait(deadline)
-            infos = [member.look.result() for member in self.members if member.is_back and member.look is not None]
+            was_back = was_back or any(member.is_back for member in self.members)
             self.readmit()
-            if self.live or self._may_push:
-                continue
-            if infos and back_since is None:
-                back_since, deadline = time.monotonic(), math.inf
-            if any(not info["complete"] and info["pending_version"] == self._weight_version for info in infos):
-                patience_s = self.timeout_s  # another rank is about to give it the weights
-            can_wait = not self.pushes and not self.is_frozen
-            if back_since is not None and (not can_wait or time.monotonic() - back_since > patience_s):
-                why = f", and the rank that pushes has not given it them within {patience_s:g} s" if can_wait else ""
-                raise WeightsLost(self._story(f"no vLLM server has the weights {self._weight_version!r} any more{why}"))
 
     @property
     def _may_push(self) -> bool:
@@ -282,20 +244,20 @@ class VLLMServerPool(VLLMEngine):
             raise RuntimeError(GIVEN_UP)
         time.sleep(POLL_S)
 
-    def _answering(self) -> list[PooledServer]:
+    def _answering(self) -> list[ServerClient]:
         """The servers that are not lost or are back; begins to look at the others."""
         for member in self.members:
-            look = member.look
+            look = member.looking
             if member.cause is not None and (look is None or (look.done() and look.exception() is not None)):
-                member.look = _THREADS.submit(_look, member.client)
+                member.looking = _THREADS.submit(_look, member)
         return [member for member in self.members if member.cause is None or member.is_back]
 
-    def _each(self, members: Sequence[PooledServer], action: Callable[[ServerClient], Any]) -> None:
+    def _each(self, members: Sequence[ServerClient], action: Callable[[ServerClient], Any]) -> None:
         """Calls `action` for each server, in threads for several. Servers whose call fails are lost, others in use."""
 
-        def act(member: PooledServer) -> None:
+        def act(member: ServerClient) -> None:
             try:
-                action(member.client)
+                action(member)
                 member.cause = None
             except _LOSSES as error:
                 self.lose(member, error)
@@ -317,116 +279,7 @@ class VLLMServerPool(VLLMEngine):
 
     def _story(self, what: str) -> str:
         lost = [member for member in self.members if member.cause is not None]
-        return f"{what}: " + "; ".join(f"{member.client.address}: {_cause(member)}" for member in lost)
-
-
-class PoolSession(TicketSession):
-    """A session that spreads rows over a pool's servers, and moves a lost server's rows to the remaining ones."""
-
-    def __init__(self, pool: VLLMServerPool, options: SamplingOptions, pushed: Sequence[str]):
-        super().__init__()
-        self._pool, self._pushed = pool, pushed
-        self._fields = sampling_fields(options, regex=pool.regex)
-        self._parts: dict[PooledServer, ServerRows] = {}
-
-    def advance(self) -> list[tuple[int, Sample]]:
-        """Sends new requests and waits a moment; returns the rows that ended, in ticket order.
-
-        ConnectionError with each server's cause if none is left, or TimeoutError if the only one samples nothing;
-        ValueError for a row that vLLM refuses.
-        """
-        if not self._open:
-            return []
-        for member in [member for member in self._parts if member.cause is not None]:
-            self._take_back(member)  # a push has lost it
-        self._pool.readmit()
-        self._assign_unsent()
-        ended: dict[int, Sample] = {}
-        for member, rows in list(self._parts.items()):
-            try:
-                samples = rows.advance()
-                member.failures = 0 if samples else member.failures
-                ended |= samples
-            except _LOSSES as error:
-                if isinstance(error, TimeoutError) and len(self._pool.members) == 1:
-                    raise  # it answers, so there is no other start of it to wait for
-                self._lose(member, error)
-        for ticket in ended:
-            del self._open[ticket]
-        return sorted(ended.items())
-
-    def close(self) -> None:
-        """Aborts rows that have not ended; the servers stop sampling them."""
-        for rows in self._parts.values():
-            rows.close()
-        self._parts.clear()
-        self._open.clear()
-        self._unsent.clear()
-
-    def _assign_unsent(self) -> None:
-        """Sends the requests that no server has to the remaining servers."""
-        if not self._unsent:
-            return
-        try:
-            self._pool.wait_for_one()
-        except ConnectionError as error:
-            raise ConnectionError(f"{error}; {open_rows(self._open)}") from None
-        parts = list(map(self._rows_of, self._pool.live))
-        tickets, self._unsent = sorted(self._unsent), []
-        loads = [sum(map(self._cost, rows.requests)) for rows in parts]
-        places = assign_rows(list(map(self._cost, tickets)), loads)
-        for number, rows in enumerate(parts):
-            requests = {ticket: self._open[ticket] for ticket, place in zip(tickets, places) if place == number}
-            if requests:
-                rows.send(requests)
-
-    def _cost(self, ticket: int) -> int:
-        """The most tokens that a row may sample, for the balance of loads."""
-        return self._open[ticket].max_new_tokens
-
-    def _rows_of(self, member: PooledServer) -> ServerRows:
-        """A server's rows, begun at its first."""
-        if member not in self._parts:
-            pool, address = self._pool, member.client.address
-            limits = {"timeout_s": pool.timeout_s, "wait_s": WAIT_S / len(pool.members)}
-            self._parts[member] = ServerRows(address, self._pushed, self._fields, **limits)
-        return self._parts[member]
-
-    def _lose(self, member: PooledServer, error: Exception) -> None:
-        self._pool.lose(member, error)
-        self._take_back(member)
-
-    def _take_back(self, member: PooledServer) -> None:
-        rows = self._parts.pop(member, None)
-        if rows is not None:
-            self._unsent.extend(rows.requests)
-            rows.close()
-
-
-def assign_rows(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """The server of each row, by its index in `loads`, such that the servers' loads become even.
-
-    Rows that follow each other stay together, as those of a group share a prompt.
-    """
-    places: list[int] = []
-    order = sorted(range(len(loads)), key=loads.__getitem__)
-    for position, server in enumerate(order):
-        rest = costs[len(places) :]
-        room = _level(sum(rest), [loads[index] for index in order[position:]]) - loads[server]
-        for cost in rest:
-            if room < cost / 2 and server != order[-1]:
-                break
-            places.append(server)
-            room -= cost
-    return places
-
-
-def _level(total: int, loads: Sequence[int]) -> float:
-    """The load up to which the servers, from the least loaded on, are filled by `total`."""
-    level = float(loads[0] + total)
-    for count in range(2, len(loads) + 1):
-        level = min(level, (total + sum(loads[:count])) / count)
-    return level
+        return f"{what}: " + "; ".join(f"{member.address}: {_cause(member)}" for member in lost)
 
 
 def _difference(clients: Sequence[ServerClient]) -> str | None:
@@ -455,7 +308,7 @@ def _look(client: ServerClient) -> dict[str, Any]:
     return info
 
 
-def _cause(member: PooledServer) -> str:
+def _cause(member: ServerClient) -> str:
     """Why a server was lost, and why it is not back."""
-    look = member.look.exception() if member.look is not None and member.look.done() else None
+    look = member.looking.exception() if member.looking is not None and member.looking.done() else None
     return str(member.cause) + ("" if look is None else f"; later: {look}")
