@@ -12,7 +12,6 @@ import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.compat import is_available
-from groupgrad.integrations.vllm.memory_check import DeviceMemory
 
 pytestmark = pytest.mark.usefixtures("hub", "affordable")
 
@@ -89,11 +88,7 @@ def test_the_samples_are_those_of_the_document(sample: str, shared: Path) -> Non
 
 
 @pytest.mark.skipif(is_available("vllm"), reason="vLLM is installed")
-def test_colocate_says_how_vllm_is_installed(
-    run: Any, rest: Any, checksum: Any, unsampled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before it says that memory is too small, which matters only with vLLM."""
-    monkeypatch.setattr(DeviceMemory, "of", lambda device: DeviceMemory(total=2**30, available=2**10))
+def test_colocate_says_how_vllm_is_installed(run: Any, rest: Any, checksum: Any, unsampled: None) -> None:
     args = run(VLLM_COLOCATE, rest={"output_dir": "out"})["training_args"]
     with pytest.raises(ImportError, match=r"vllm_mode=\"colocate\" needs 'vllm'.*`pip install 'groupgrad\[vllm\]'`"):
         GRPOTrainer(**rest(args=args, reward_funcs=checksum))

@@ -1,8 +1,7 @@
-"""vLLM in several ranks: group sizes, launcher variables, and tensor-parallel sessions."""
+"""vLLM in several ranks: group sizes and tensor-parallel sessions."""
 
 from __future__ import annotations
 
-import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from groupgrad.engines.base import Request, Sample, sample_all
 from groupgrad.integrations.vllm.colocate import TensorParallelSession
-from groupgrad.integrations.vllm.colocate_start import launcher_environment
 from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
 
 CONFIG = SimpleNamespace(num_attention_heads=12, num_key_value_heads=4)
@@ -35,20 +33,6 @@ def test_ranks_that_can_share_a_model(size: int, ranks: int) -> None:
 def test_ranks_that_cannot_share_a_model_are_refused_with_the_reason(size: int, ranks: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_tensor_parallel(CONFIG, size, ranks=ranks)
-
-
-def test_what_the_launcher_has_set_stays_and_what_was_added_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MASTER_PORT", "4321")
-    with launcher_environment():
-        values = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
-    assert values == ["0", "0", "1", "localhost", "4321"]
-    assert os.environ["MASTER_PORT"] == "4321" and "RANK" not in os.environ and "MASTER_ADDR" not in os.environ
-    monkeypatch.delenv("MASTER_PORT")
-    with launcher_environment():
-        assert 1024 <= int(os.environ["MASTER_PORT"]) < 65536
-    assert "MASTER_PORT" not in os.environ
 
 
 class Engine:

@@ -68,8 +68,8 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
     colocate, sampling = sizes.colocate or Colocate(), replace(sizes, samples=True, rows=min(sizes.rows, MAX_NUM_SEQS))
     all_rows = predict(shape, sampling).keys_values
     training = predicted_training_bytes(predict(shape, replace(sizes, samples=False)))
-    memory = memory_check.DeviceMemory(total=device_bytes, available=int(device_bytes * USABLE))
-    room = memory.available - (training.while_sampling if colocate.sleeps else training.total)
+    memory = {"total": device_bytes, "available": int(device_bytes * USABLE)}
+    room = memory["available"] - (training.while_sampling if colocate.sleeps else training.total)
     lengths = (
         (None, sizes.prompt + sizes.completion) if colocate.max_model_length is None else (colocate.max_model_length,)
     )
@@ -81,7 +81,7 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
         share = min(share, math.floor(1000 * room / device_bytes) / 1000)
         for tried in (share,) if colocate.utilization is None else (colocate.utilization, share):
             of_share = replace(options, memory_utilization=tried)
-            if memory_check.memory_problem(served, training, memory, of_share) is None:
+            if memory_check.memory_problem(served, training, of_share, **memory) is None:
                 return VLLMShare(tried, length)
     return None
 

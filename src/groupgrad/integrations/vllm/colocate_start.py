@@ -6,9 +6,8 @@ import contextlib
 import copy
 import os
 import random
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,8 @@ def save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
 def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> Any:
     """vLLM's `LLM` of the model in `folder`, with random weights. Collective if several ranks train.
 
-    `is_recurrent` says that the model has recurrent layers. A single process needs no rendezvous: vLLM picks a free
-    port, and `MASTER_ADDR` and `MASTER_PORT` are not read.
+    `is_recurrent` says that the model has recurrent layers. Ranks meet where their launcher says (`MASTER_ADDR`,
+    `MASTER_PORT`, `RANK`, ...). A single process needs no rendezvous: vLLM picks a free port.
     """
     # Keep vLLM from binding the training threads to cores of its choice.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -114,26 +113,7 @@ def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> Any:
                 # Each engine samples the rows of all ranks that share its model.
                 "max_num_seqs": options.max_num_seqs * options.tensor_parallel_size,
             }
-        with launcher_environment() if dist.is_active() else contextlib.nullcontext():
-            return LLM(**{**arguments, **options.extra})
-
-
-def launcher_environment() -> AbstractContextManager[None]:
-    """Collective. Sets the launcher's environment variables that vLLM reads, where torchrun or the user has not.
-
-    Added variables, a free port among them, are removed afterwards.
-    """
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = dist.all_gather_objects(probe.getsockname()[1])[0]
-    defaults = {
-        "RANK": dist.rank(),
-        "LOCAL_RANK": torch.cuda.current_device() if torch.cuda.is_available() else dist.rank(),
-        "WORLD_SIZE": dist.world_size(),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-    }
-    return patch_environment(**{name: value for name, value in defaults.items() if name not in os.environ})
+        return LLM(**{**arguments, **options.extra})
 
 
 @contextmanager

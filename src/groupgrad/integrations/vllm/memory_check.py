@@ -1,18 +1,16 @@
-"""Checks, before vLLM starts in the training processes, that it and training fit into the memory of one device, and
-that groups of ranks can share a model.
+"""Checks, before vLLM starts in the training processes, that it and training fit into the memory of one GPU, and that
+groups of ranks can share a model.
 
 vLLM takes its configured share of the device whatever it needs: its weights, a workspace, and the rest for keys and
-values. On a CPU the size of the cache may be set separately (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
+values.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -26,7 +24,6 @@ from groupgrad.models.unwrapping import unwrap
 GIB = 2**30
 WORKSPACE = 0.1
 """vLLM's workspace, as a share of its weights."""
-CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,32 +46,6 @@ class TrainingBytes:
     def total(self) -> int:
         """Peak memory."""
         return self.weights + self.gradients + self.optimizer + self.activations
-
-
-@dataclass(slots=True, frozen=True)
-class DeviceMemory:
-    """Memory of the device, from this process's view."""
-
-    total: int
-    """Capacity of the device."""
-    available: int
-    """Free, or held by this process."""
-    held: int = 0
-    """Held by this process on a CPU, where vLLM counts it into its share; 0 on a GPU."""
-    cache: int | None = None
-    """Size set for the cache on a CPU; None: it follows from the share."""
-    is_cpu: bool = False
-
-    @classmethod
-    def of(cls, device: torch.device) -> DeviceMemory:
-        """The present state of the device."""
-        if device.type == "cuda":
-            held = torch.cuda.memory_allocated(device)
-            return cls(torch.cuda.mem_get_info(device)[1], free_bytes(device) + held)
-        held = psutil.Process().memory_info().rss
-        setting = os.environ.get(CACHE_VARIABLE, "")
-        cache = int(setting) * GIB if setting.isdigit() and int(setting) else None
-        return cls(psutil.virtual_memory().total, free_bytes(device) + held, held, cache, True)
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,64 +108,51 @@ def _values_per_token(config: Any, tensor_parallel_size: int) -> int:
 
 
 def check_memory(model: nn.Module, options: ColocateOptions, *, training: TrainingBytes) -> None:
-    """ValueError, with the numbers and what to set, if vLLM and training do not both fit on the policy's device.
+    """ValueError, with the numbers and what to set, if vLLM and training do not both fit on the policy's GPU.
 
     Call it before vLLM starts. With `sleep_mode` vLLM and training alternate: only training's resident memory counts
     beside vLLM's.
     """
     device = next(model.parameters()).device
-    problem = memory_problem(ServedBytes.of(model, options), training, DeviceMemory.of(device), options)
+    total, available = torch.cuda.mem_get_info(device)[1], free_bytes(device) + torch.cuda.memory_allocated(device)
+    problem = memory_problem(ServedBytes.of(model, options), training, options, total=total, available=available)
     if problem is not None:
         raise ValueError(problem)
 
 
 def memory_problem(
-    served: ServedBytes, training: TrainingBytes, memory: DeviceMemory, options: ColocateOptions
+    served: ServedBytes, training: TrainingBytes, options: ColocateOptions, *, total: int, available: int
 ) -> str | None:
-    """Error message if vLLM and training do not both fit; None if they do."""
-    taken = taken_by_vllm(served, memory, options)
+    """Error message if vLLM and training do not both fit on a device of `total` bytes; None if they do.
+
+    `available` bytes are free, or held by this process.
+    """
+    taken = int(options.memory_utilization * total)
     beside = training.while_sampling if options.sleep_mode else training.total
-    room = memory.available - beside
+    room = available - beside
     story = (
         f"vLLM needs at least {_gib(served.total)} (weights {_gib(served.weights)}, one row of {served.context} tokens "
         f"{_gib(served.one_row)}), takes {_gib(taken)}, and training takes {_gib(beside)} beside it, of "
-        f"{_gib(memory.available)} that this process may have"
+        f"{_gib(available)} that this process may have"
     )
-    if training.total > memory.available:
+    if training.total > available:
         return (
             f"{story}; training alone needs {_gib(training.total)}: set gradient_checkpointing=True, lower "
             "per_device_train_batch_size or max_completion_length, or train an adapter (peft_config)"
         )
     if served.total > room:
-        sleep = "" if options.sleep_mode or memory.is_cpu else "set vllm_enable_sleep_mode=True, "
+        sleep = "" if options.sleep_mode else "set vllm_enable_sleep_mode=True, "
         return (
             f"{story}: both do not fit, whatever share vLLM is given; {sleep}lower vllm_max_model_length, train an "
             'adapter (peft_config), raise vllm_tensor_parallel_size, or use vllm_mode="server" on another device'
         )
+    low, high = math.ceil(1000 * served.total / total) / 1000, math.floor(1000 * room / total) / 1000
+    shares = f"set vllm_gpu_memory_utilization between {low:g} and {max(low, high):g}"
     if taken < served.total:
-        return f"{story}: too little for vLLM; {_shares_that_fit(served, room, memory)} or lower vllm_max_model_length"
+        return f"{story}: too little for vLLM; {shares} or lower vllm_max_model_length"
     if taken > room:
-        return f"{story}: too much for both; {_shares_that_fit(served, room, memory)}"
+        return f"{story}: too much for both; {shares}"
     return None
-
-
-def taken_by_vllm(served: ServedBytes, memory: DeviceMemory, options: ColocateOptions) -> int:
-    """Bytes that vLLM allocates with these options."""
-    if memory.cache is not None:
-        return served.total - served.one_row + memory.cache
-    return max(0, int(options.memory_utilization * memory.total) - memory.held)
-
-
-def _shares_that_fit(served: ServedBytes, room: int, memory: DeviceMemory) -> str:
-    """Names the setting of vLLM's share and the range of values that fit."""
-    if memory.cache is not None:
-        low, high = math.ceil(served.one_row / GIB), (room - served.total + served.one_row) // GIB
-        if high < low:
-            return f"unset {CACHE_VARIABLE} and set vllm_gpu_memory_utilization"
-        return f"set {CACHE_VARIABLE} (GiB) between {low} and {high}"
-    low = math.ceil(1000 * (served.total + memory.held) / memory.total) / 1000
-    high = math.floor(1000 * (room + memory.held) / memory.total) / 1000
-    return f"set vllm_gpu_memory_utilization between {low:g} and {max(low, high):g}"
 
 
 def _gib(num_bytes: int) -> str:
