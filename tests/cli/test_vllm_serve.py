@@ -27,7 +27,6 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("VLLM_API_KEY", "")
     monkeypatch.delenv("VLLM_API_KEY")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(vllm_serve, "check_plugin", lambda: None)
     return tmp_path / "groupgrad" / "vllm-keys"
 
 
@@ -93,7 +92,7 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded(
         other.listen()
         port = str(other.getsockname()[1])
         assert main(["--model", "m", *(word.format(port) for word in form)]) == 2
-    assert f"error: port {port} is in use by another program; end it, or give another" in capsys.readouterr().err
+    assert f"error: a server cannot listen at port {port} of 127.0.0.1: " in capsys.readouterr().err
 
 
 def test_ports_that_are_free_and_hosts_that_are_not_ours() -> None:
@@ -102,12 +101,9 @@ def test_ports_that_are_free_and_hosts_that_are_not_ours() -> None:
         port = str(probe.getsockname()[1])
     check_port(["m", "--host", "127.0.0.1", "--port", port])
     assert check_port(["m", "--uds", "/tmp/x", "--port", port]) is None
-    with pytest.raises(ValueError, match="--port 'many' is no number"):
-        check_port(["m", "--port", "many"])
-    with pytest.raises(ValueError, match="--port 65536 does not exist; give one up to 65535"):
-        check_port(["m", "--port=65536"])
-    with pytest.raises(ValueError, match=r"a server cannot listen at 192\.0\.2\.1, port"):
-        check_port(["m", "--host=192.0.2.1"])
+    for where in (["--port", "many"], ["--port=65536"], ["--host=192.0.2.1"]):
+        with pytest.raises(ValueError, match=r"a server cannot listen at port \w+ of .*; see --host and --port"):
+            check_port(["m", *where])
 
 
 @pytest.fixture

@@ -114,11 +114,19 @@ def free_port() -> int:
             return port
 
 
-def pool_of(servers: Sequence[Served], **options: Any) -> VLLMServerPool:
-    """An engine for these servers."""
-    return VLLMServerPool(
-        [server.address for server in servers], **{"timeout_s": START_S, "bucket_bytes": 40_000, **options}
-    )
+def pool_of(servers: Sequence[Served], *, transport: Any = None, **options: Any) -> VLLMServerPool:
+    """An engine for these servers, which pushes by `transport` (None: the one that trainers choose)."""
+    pool = VLLMServerPool([server.address for server in servers], **{"timeout_s": START_S, **options})
+    for member in pool.members:
+        member.bucket_bytes = 40_000
+        if transport is not None:
+            push_by(member, transport)
+    return pool
+
+
+def push_by(member: Any, transport: Any) -> None:
+    """Has this server's client push by `transport`."""
+    member._current_transport, member.close = lambda device: transport, transport.close
 
 
 def vary(model: Any, seed: int, only: str = "") -> Any:

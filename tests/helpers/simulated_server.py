@@ -269,9 +269,10 @@ class SimulatedServer:
 
 def pool_of(servers: Sequence[SimulatedServer], **options: Any) -> VLLMServerPool:
     """An engine for these servers."""
-    return VLLMServerPool(
-        [server.address for server in servers], **{"timeout_s": 5.0, "bucket_bytes": 20_000, **options}
-    )
+    pool = VLLMServerPool([server.address for server in servers], **{"timeout_s": 5.0, **options})
+    for member in pool.members:
+        member.bucket_bytes = 20_000
+    return pool
 
 
 async def _ok(request: Request) -> JSONResponse:

@@ -51,8 +51,3 @@ def test_whole_weights_and_adapters_may_follow_each_other(server: Served, policy
         other = server.engine()
         other.push_adapter(vary(model, version + 10, only="lora_"), 2 * version + 1)
         assert mean_difference(model, rows, other.sample(rows, OPTIONS)) < 1e-5
-
-
-def test_an_adapter_that_is_too_large_is_refused_by_its_rank(server: Served, policy: Any) -> None:
-    with pytest.raises(ValueError, match=r"rank 16, but .* takes adapters up to rank 8; .*--max-lora-rank 16"):
-        server.engine().push_adapter(adapted(policy, rank=16), 0)

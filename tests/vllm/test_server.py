@@ -121,7 +121,7 @@ class Flips:
         self.device, self.connect, self.close = inner.device, inner.connect, inner.close
 
     def send(self, address: Address, weight_version: str, bucket: Any, *, timeout_s: float) -> None:
-        if bucket.number == 1:
+        if bucket.first > 0:
             bucket.data[17] ^= 1
         self._inner.send(address, weight_version, bucket, timeout_s=timeout_s)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from real_vllm import SETTINGS, Served, vary
+from real_vllm import SETTINGS, Served, push_by, vary
 from vllm_training import LARGE, logged, make_trainer
 from waiting import until
 
@@ -59,7 +59,7 @@ class KillsAt(HttpTransport):
         self._served, self._start, self.killed = served, f"{version}-", False
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
-        if weight_version.startswith(self._start) and bucket.number == 1 and not self.killed:
+        if weight_version.startswith(self._start) and bucket.first > 0 and not self.killed:
             self.killed = True
             self._served.kill()
             self._served.start()
@@ -97,7 +97,8 @@ def test_a_run_survives_servers_that_come_late_and_die(
     threading.Timer(1.0, served.start).start()
     trainer = train(max_steps=4)
     seen = kill_while_sampling(served, monkeypatch, when=lambda: trainer.state.global_step == 1)
-    transport = trainer.engine.engine.members[0].transport = KillsAt(served, 2)
+    transport = KillsAt(served, 2)
+    push_by(trainer.engine.engine.members[0], transport)
     trainer.train()
     assert seen and transport.killed
     assert trainer.watch.policy_steps == [0, 1, 2, 3] and trainer.watch.gap < 1e-3

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from real_vllm import push_by
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_training import make_trainer
 
@@ -25,7 +26,7 @@ class StopsAt(HttpTransport):
         self._start, self._marker = f"{version}-", marker
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
-        if weight_version.startswith(self._start) and bucket.number == 1:
+        if weight_version.startswith(self._start) and bucket.first > 0:
             self._marker.touch()
             time.sleep(600)
         super().send(address, weight_version, bucket, timeout_s=timeout_s)
@@ -64,7 +65,7 @@ def main(model: str, run: Path, settings: dict[str, Any], stop_at: str) -> None:
     elif stop_at == "reward":
         trainer.watch.before = lambda number: gate.wait() if number == 1 else None
     else:
-        client.transport = StopsAt(int(stop_at), run.with_name("reached"))
+        push_by(client, StopsAt(int(stop_at), run.with_name("reached")))
     trainer.train()
 
 

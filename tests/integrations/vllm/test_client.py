@@ -224,13 +224,6 @@ def test_a_server_that_another_trainer_pushes_to_is_left_alone(engine: VLLMServe
         engine.sample(ROWS, OPTIONS)
 
 
-def test_an_adapter_for_a_server_without_adapters_is_refused(engine: VLLMServerPool, model: Any) -> None:
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"rank 4, but .* was started without --enable-lora"):
-        engine.push_adapter(adapted, 0)
-
-
 # --- Servers that do not fit ---
 
 
@@ -293,6 +286,7 @@ def test_a_regex_that_the_server_refuses_is_named_before_any_row(
         ((None, "0.0.0.0", 8123), ["http://127.0.0.1:8123"]),
         (("http://a:1", "b", 2), ["http://a:1"]),
         ((["http://a:1", "https://b"],), ["http://a:1", "https://b:443"]),
+        (([], "b", 2), ["http://b:2"]),
     ],
 )
 def test_addresses(arguments: Any, texts: list[str]) -> None:
@@ -305,8 +299,6 @@ def test_addresses(arguments: Any, texts: list[str]) -> None:
         ("node-5:8000", "vllm_server_base_url is 'node-5:8000', which is no address"),
         ("http://node-5:eight", "'http://node-5:eight', which is no address"),
         ("http://node-5:99999", "'http://node-5:99999', which is no address"),
-        ([], "vllm_server_base_url is an empty list; name a server"),
-        (["http://a", "http://a:80"], "has http://a:80 more than once; name each server once"),
         (["http://a:1", None], "'None', which is no address"),
     ],
 )

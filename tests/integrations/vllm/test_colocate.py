@@ -83,9 +83,6 @@ class SimulatedVLLM:
     def reset_encoder_cache(self) -> None:
         self.log.append("reset images")
 
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.rows)
-
     def sleep(self, level: int) -> None:
         if level == 2:
             self.weights.clear()
@@ -109,7 +106,6 @@ class SimulatedVLLM:
             part = SimpleNamespace(token_ids=[1], finish_reason="stop", logprobs=[{1: SimpleNamespace(logprob=-0.5)}])
             part.weight_versions = [SimpleNamespace(version=self.version)]
             output = {"request_id": name, "finished": True, "outputs": [part], "prompt_token_ids": expanded}
-            output |= {"lora_request": row["adapter"]}
             self.change(output)
             outputs.append(SimpleNamespace(**output))
         self.rows.clear()
@@ -242,12 +238,6 @@ def test_a_regex_that_vllm_refuses_is_named_before_any_row(vllm: SimulatedVLLM, 
         engine.check(OPTIONS)
 
 
-def test_without_room_for_adapters_they_are_refused(vllm: SimulatedVLLM, model: Any, tokenizer: Any) -> None:
-    engine = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, max_lora_rank=0))
-    with pytest.raises(ValueError, match="rank 4, but vLLM was started without adapters; merge it"):
-        engine.push_adapter(adapted(model), 0)
-
-
 def test_what_slept_samples_from_nothing_older_than_the_policy(
     vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
@@ -294,19 +284,6 @@ def test_weights_in_host_memory_are_not_pushed_again(vllm: SimulatedVLLM, model:
     assert vllm.log == ["woke weights", "adapter 2", "reset prefix", "reset images", "woke kv_cache"]
 
 
-def test_nothing_sleeps_or_changes_while_rows_are_sampled(
-    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
-) -> None:
-    engine.push(model, 0)
-    with engine.session(OPTIONS) as session:
-        session.submit(ROW)
-        with pytest.raises(RuntimeError, match="cannot sleep while rows are sampled"):
-            engine.sleep()
-        with pytest.raises(RuntimeError, match="weights cannot change while rows are sampled"):
-            engine.push(model, 1)
-    assert not vllm.rows
-
-
 def test_a_push_that_fails_leaves_nothing_to_sample_from(
     vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +303,6 @@ def _other_weights(output: dict[str, Any]) -> None:
     ("change", "story"),
     [
         (_other_weights, r"row 0 was sampled from the weights \['0-\w+', '1-other'\], not '0-"),
-        (lambda output: output.update(lora_request=None), "row 0 was sampled with the adapter None, not '0-"),
         # What vLLM gave up has not reached its length.
         (
             lambda output: setattr(output["outputs"][0], "finish_reason", "abort"),

@@ -150,7 +150,7 @@ def test_a_bucket_that_the_server_does_not_take_ends_the_group_at_once(monkeypat
     transport, done = GroupTransport(), []
     group = SimpleNamespace(begin=done.append, finish=done.append, close=lambda: done.append("closed"))
     transport._group = group  # type: ignore[assignment]
-    bucket = Bucket(0, 0, 1, torch.zeros(64, dtype=torch.uint8), 0)
+    bucket = Bucket(0, 1, torch.zeros(64, dtype=torch.uint8), 0)
     with pytest.raises(ServerRefused, match="another push is under way"):
         transport.send(SERVER, "0-a", bucket, timeout_s=5.0)
     assert done[1:] == ["closed"] and answers.routes == ["update"] and transport._group is None

@@ -12,7 +12,6 @@ from groupgrad.apps.cli.command_parser import epilog, refuse
 from groupgrad.integrations.vllm.http import VARIABLE, forget_key, is_loopback, store_new_key
 from groupgrad.integrations.vllm.serve_command import (
     check_mode,
-    check_plugin,
     check_port,
     server_command,
     take_key,
@@ -56,7 +55,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         arguments = vllm_arguments(argv)
         compat.require("vllm", "groupgrad vllm-serve")
-        check_plugin()
         check_mode()
         address = check_port(arguments)
         key, arguments = take_key(arguments)

@@ -47,12 +47,10 @@ class ServerClient:
         address: Address,
         *,
         timeout_s: float = 240.0,
-        bucket_bytes: int = BUCKET_BYTES,
-        transport: HttpTransport | None = None,
         group_port: int = GROUP_PORT,
     ):
-        self.address, self.timeout_s = address, timeout_s
-        self.bucket_bytes, self.transport, self._group_port = bucket_bytes, transport, group_port
+        self.address, self.timeout_s, self.bucket_bytes = address, timeout_s, BUCKET_BYTES
+        self._group_port = group_port
         self._chosen: tuple[str, HttpTransport] | None = None
         """The transport of the last push, and the server's start id that it was chosen for."""
         self._served: tuple[nn.Module, int] | None = None
@@ -105,9 +103,8 @@ class ServerClient:
 
     def close(self) -> None:
         """Leaves the server; it keeps its weights, and another trainer may push to it."""
-        for transport in (self.transport, self._chosen[1] if self._chosen else None):
-            if transport is not None:
-                transport.close()
+        if self._chosen is not None:
+            self._chosen[1].close()
         self._chosen = None
 
     def look(self) -> dict[str, Any]:
@@ -178,8 +175,6 @@ class ServerClient:
 
     def _current_transport(self, device: torch.device) -> HttpTransport:
         """The transport for this push, chosen once for each start of the server, which may be on another machine."""
-        if self.transport is not None:
-            return self.transport
         start_id = self.info["start_id"]
         if self._chosen is None or self._chosen[0] != start_id:
             self.close()
@@ -189,17 +184,9 @@ class ServerClient:
 
     def _push_adapter(self, push: Push, base_version: str) -> None:
         self.info = self.look()  # the server may have been restarted, in another dtype
-        files = adapter_files(push.model)
-        rank, max_rank = int(files.config["r"]), int(self.info["max_lora_rank"])
-        if rank > max_rank:
-            has = f"takes adapters up to rank {max_rank}" if max_rank else "was started without --enable-lora"
-            raise ValueError(
-                f"the adapter has rank {rank}, but the vLLM server {self.address} {has}; start it with --enable-lora "
-                f"--max-lora-rank {rank} (or the next that vLLM knows), or merge the adapter into the weights"
-            )
         if self.info["base_version"] != base_version:
             self.push_weights(PolicyWeights(push.model, merge=False), base_version)
-        config, tensors = adapter_bytes(files, torch_dtype(self.info["dtype"]))
+        config, tensors = adapter_bytes(adapter_files(push.model), torch_dtype(self.info["dtype"]))
         query = {
             "weight_version": push.weight_version,
             "base_version": base_version,
@@ -224,7 +211,7 @@ def incompatibilities(policy: nn.Module, num_tokens: int, info: dict[str, Any]) 
     wrong = [
         f"{name} {value!r} (the policy has {sizes[name]!r})"
         for name, value in info["sizes"].items()
-        if value is not None and sizes.get(name) not in (None, value)
+        if value is not None and sizes[name] != value
     ]
     if wrong:
         problems.append(

@@ -30,7 +30,6 @@ from groupgrad.integrations.vllm.vllm_params import (
     FINISH_REASONS,
     adapter_bytes,
     check_options,
-    lora_rank,
     lora_request,
     plain_errors,
     refusal,
@@ -85,13 +84,11 @@ class VLLMColocateEngine(VLLMEngine):
     def _push(self, push: Push) -> str:
         """Loads the weights, or the adapter; before the first adapter also the base weights.
 
-        RuntimeError if rows are being sampled, or if parameters of vLLM's model were left without new values.
-        ValueError if the engine was not started for adapters of this rank (`ColocateOptions.max_lora_rank`), or for an
-        adapter that can only be merged.
+        No row may be under way. RuntimeError if parameters of vLLM's model were left without new values.
         """
-        if self._engine.has_unfinished_requests():
-            raise RuntimeError("weights cannot change while rows are sampled; close the session first")
-        contents = self._adapter_contents(push) if push.kind == "adapter" else None
+        contents = None
+        if push.kind == "adapter":
+            contents = adapter_bytes(adapter_files(push.model), torch_dtype(self._options.dtype))
         self._wake("weights")
         self._weight_version, self._last_push = None, push
         if contents is None or not self._has_base:
@@ -107,15 +104,6 @@ class VLLMColocateEngine(VLLMEngine):
         self._llm.update_weight_version(push.weight_version)
         self._weight_version = push.weight_version
         return push.weight_version
-
-    def _adapter_contents(self, push: Push) -> tuple[bytes, bytes]:
-        """The adapter's configuration and tensors. ValueError if its rank is too large."""
-        files = adapter_files(push.model)
-        rank, max_rank = int(files.config["r"]), self._options.max_lora_rank
-        if rank > (lora_rank(max_rank) if max_rank else 0):
-            has = f"was started for adapters up to rank {max_rank}" if max_rank else "was started without adapters"
-            raise ValueError(f"the adapter has rank {rank}, but vLLM {has}; merge it into the weights instead (push)")
-        return adapter_bytes(files, torch_dtype(self._options.dtype))
 
     def _use_adapter(self, weight_version: str, contents: tuple[bytes, bytes] | None) -> None:
         previous, adapter, self._adapter = self._adapter, None, None
@@ -159,12 +147,9 @@ class VLLMColocateEngine(VLLMEngine):
         """Frees vLLM's memory, weights and cache, until the next push or sample; does nothing without `sleep_mode`.
 
         Every later push sends what training changes; the weights below an adapter are sent again only after level 2.
-        RuntimeError if rows are being sampled.
         """
         if not self._options.sleep_mode or self._asleep:
             return
-        if self._engine.has_unfinished_requests():
-            raise RuntimeError("vLLM cannot sleep while rows are sampled; close the session first")
         self._llm.sleep(level=self._options.sleep_level)
         self._asleep = {"weights", "kv_cache"}
         self._has_base = self._has_base and self._options.sleep_level == 1
@@ -187,7 +172,7 @@ class ColocateSession(TicketSession):
     """A session over vLLM's engine; each `advance` is one of its steps.
 
     Every sample is checked: its weights are those of the session's beginning, by the weight version that vLLM has
-    recorded and by its adapter, and vLLM's prompt is the request's, images included.
+    recorded, and vLLM's prompt is the request's, images included.
     """
 
     def __init__(self, owner: VLLMColocateEngine, fields: dict[str, Any]):
@@ -237,10 +222,6 @@ class ColocateSession(TicketSession):
         versions = [span.version for span in getattr(part, "weight_versions", None) or ()]
         if any(version != self._weight_version for version in versions):
             raise RuntimeError(f"row {ticket} was sampled from the weights {versions}, not {self._weight_version!r}")
-        adapter = getattr(output.lora_request, "lora_name", None)
-        expected = getattr(self._adapter, "lora_name", None)
-        if adapter != expected:
-            raise RuntimeError(f"row {ticket} was sampled with the adapter {adapter!r}, not {expected!r}")
         ids = list(part.token_ids)
         if part.finish_reason not in FINISH_REASONS:
             raise RuntimeError(

@@ -7,7 +7,6 @@ installed from.
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib.metadata
 import os
 import socket
@@ -18,13 +17,12 @@ from pathlib import Path
 import yaml
 
 from groupgrad.integrations.vllm.http import VARIABLE, check_key
-from groupgrad.integrations.vllm.transfer_plugin import BACKEND, FLAGS
+from groupgrad.integrations.vllm.transfer_plugin import FLAGS
 from groupgrad.integrations.vllm.vllm_params import LOGPROBS_MODE
 
 _ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 """Names of vLLM's options that users of other servers know."""
 _RESERVED = ("--weight-transfer-config", "--api-server-count")
-LAST_PORT = 65535
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
 """Environment variable of vLLM's development mode."""
 HOST = "127.0.0.1"
@@ -77,36 +75,12 @@ def check_port(arguments: Sequence[str]) -> tuple[str, int] | None:
     if uds is not None:
         return None
     host, port = host or "", port or "8000"
-    if not port.isdigit():
-        raise ValueError(f"--port {port!r} is no number")
-    if int(port) > LAST_PORT:
-        raise ValueError(f"--port {port} does not exist; give one up to {LAST_PORT}")
     try:
-        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As servers do: connections that an ended server has left do not block the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, int(port)))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"port {port} is in use by another program; end it, or give another with --port") from None
-        place = f"{host or 'any address'}, port {port}"
-        raise ValueError(f"a server cannot listen at {place}: {error}; see --host and --port") from None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, int(port)), family=family).close()
+    except (OSError, OverflowError, ValueError) as error:
+        raise ValueError(f"a server cannot listen at port {port} of {host}: {error}; see --host and --port") from None
     return host, int(port)
-
-
-def check_plugin() -> None:
-    """ValueError if the processes of a server would not load the plugin."""
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and BACKEND not in allowed.split(","):
-        raise ValueError(
-            f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load the plugin that receives weights; add {BACKEND} to it"
-        )
-    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
-        raise ValueError(
-            "groupgrad is not installed where vLLM looks for plugins, so the server could not receive weights; run "
-            "`pip install` on it, again if this installation is of an earlier release"
-        )
 
 
 def check_mode() -> None:

@@ -50,8 +50,7 @@ class VLLMServerPool(VLLMEngine):
     All servers have to be there at `connect`. From then on one that dies, hangs or refuses is lost: its rows go to the
     others. When it answers again it is given the weights, at once if this rank may push now, else by the next push. So
     the policy must not change during sampling unless `is_frozen` is set. Where no server is left, the engine waits for
-    one. `timeout_s` bounds every wait: for a server, for a push, for a token. `client_options` are those of
-    `ServerClient`.
+    one. `timeout_s` bounds every wait: for a server, for a push, for a token.
     """
 
     def __init__(
@@ -62,12 +61,11 @@ class VLLMServerPool(VLLMEngine):
         regex: str | None = None,
         pushes: bool = True,
         group_port: int = GROUP_PORT,
-        **client_options: Any,
     ):
         super().__init__(regex)
         self.timeout_s, self.pushes = timeout_s, pushes
         self.members = [  # servers of one machine need ports of their own
-            ServerClient(address, timeout_s=timeout_s, group_port=group_port + number, **client_options)
+            ServerClient(address, timeout_s=timeout_s, group_port=group_port + number)
             for number, address in enumerate(addresses)
         ]
         self.base_version = f"base-{uuid.uuid4().hex[:8]}"

@@ -102,7 +102,7 @@ class VLLMEngine(ABC):
         return self._push(Push(model, "weights", policy_step, keeps_rows))
 
     def push_adapter(self, model: nn.Module, policy_step: int) -> str:
-        """Sends the active LoRA adapter alone; returns its weight version. Collective if it is sharded.
+        """Sends the active LoRA adapter alone; returns its weight version.
 
         The weights below it are sent once.
         """

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from groupgrad.models.layer_configs import common_field
-
 PROTOCOL = 5
 """Version of the routes under `/groupgrad` and of their payloads.
 
@@ -37,15 +35,6 @@ BUCKET_BYTES = 256 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
 """Directory in memory that all processes of a machine (and of a container) share."""
 
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_experts",
-    "tie_word_embeddings",
-)
 _WORDS_AT_A_TIME = 1 << 21
 _FACTOR = 0x5851F42D4C957F2D
 
@@ -70,8 +59,6 @@ class TensorSpec:
 class Bucket:
     """Consecutive tensors in the order of their announcement, each padded with zeros to `ALIGNMENT` bytes."""
 
-    number: int
-    """0, 1, 2, ... within a push."""
     first: int
     """Index of the first tensor in the announcement."""
     count: int
@@ -83,10 +70,10 @@ class Bucket:
 
 
 def model_sizes(config: Any) -> dict[str, Any]:
-    """The `architecture` and the sizes in a transformers config, which together identify a model."""
+    """The class and two sizes in a transformers config, by which models differ that are mistaken for each other."""
     text = config.get_text_config()
-    sizes = {name: size for name in _SIZES if isinstance(size := common_field(text, name), int)}
     architectures = getattr(config, "architectures", None) or [None]
+    sizes = {name: getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers")}
     return {"architecture": architectures[0], **sizes}
 
 
@@ -123,20 +110,15 @@ def specs_from_json(lists: Iterable[list[Any]]) -> list[TensorSpec]:
 
 
 def as_announced(specs: Sequence[TensorSpec], weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """The tensors, taken one by one. RuntimeError if their names, shapes or number are not those of the specs."""
-    remaining = iter(weights)
-    for number, spec in enumerate(specs):
-        name, tensor = next(remaining, (None, None))
-        if tensor is None:
-            raise RuntimeError(f"{len(specs)} tensors were announced, but only {number} came")
+    """The tensors, taken one by one. RuntimeError if their names or shapes are not those of the specs, ValueError if
+    their number is not."""
+    for number, (spec, (name, tensor)) in enumerate(zip(specs, weights, strict=True)):
         if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
             raise RuntimeError(
                 f"tensor {number} is {name} of shape {tuple(tensor.shape)}, but {spec.name} of shape {spec.shape} was "
                 "announced"
             )
         yield tensor
-    for name, _ in remaining:
-        raise RuntimeError(f"{len(specs)} tensors were announced, but {name} came after them")
 
 
 def pack(
@@ -148,17 +130,17 @@ def pack(
 ) -> Iterator[Bucket]:
     """Buckets of the tensors on `device` (None: the CPU), cast to the announced dtypes.
 
-    Tensors are taken one by one as buckets are consumed. RuntimeError if they differ from the specs.
+    Tensors are taken one by one as buckets are consumed. Errors are those of `as_announced`.
     """
     tensors = as_announced(specs, weights)
     checksum = 0
-    for number, (first, end) in enumerate(bucket_ranges(specs, bucket_bytes)):
+    for first, end in bucket_ranges(specs, bucket_bytes):
         bucket_specs = specs[first:end]
         data = torch.zeros(padded_bytes(bucket_specs), dtype=torch.uint8, device=device)
         for (_, place), tensor in zip(unpack(bucket_specs, data), tensors):
             place.copy_(tensor.detach())
         checksum = running_checksum(data, checksum)
-        yield Bucket(number, first, end - first, data, checksum)
+        yield Bucket(first, end - first, data, checksum)
     for _ in tensors:  # none is left
         pass
 
