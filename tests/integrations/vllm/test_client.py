@@ -202,7 +202,7 @@ def test_a_push_whose_bytes_changed_is_refused(
     with monkeypatch.context() as patch, pytest.raises(ServerRefused, match="its bytes have the checksum") as caught:
         patch.setattr(server.engine.worker.receiver, "_receive", flipped)
         engine.push(model, 4)
-    assert caught.value.status == 422 and not call(server.address, "info", timeout_s=5.0)["complete"]
+    assert caught.value.status == 500 and not call(server.address, "info", timeout_s=5.0)["complete"]
 
 
 def test_a_rank_that_cannot_push_says_that_the_weights_are_lost(

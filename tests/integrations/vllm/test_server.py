@@ -22,7 +22,6 @@ from groupgrad.integrations.vllm import http
 from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout
 from groupgrad.integrations.vllm.server import Refusal, Routes
 from groupgrad.integrations.vllm.transfer_plugin import FLAGS
-from groupgrad.integrations.vllm.wire import TensorSpec
 
 KEY = "the-key-of-these-tests"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -95,16 +94,6 @@ def test_a_server_that_does_not_come_up_is_given_as_long_in_the_last_attempt(mon
     ):
         http.wait_until_up(Address.of(port=8000), timeout_s=0.3)
     assert waits == {0.3}
-
-
-def test_workers_that_another_trainer_has_met_since_get_nothing() -> None:
-    routes = Routes(None)
-    routes._weights.begin("3-a", [TensorSpec("a", "uint8", (64,))])
-    engine = Weights(Empty())
-    bucket = call_of(weight_version="3-a", first="0", count="1", group="mine")
-    with pytest.raises(Refusal, match="the workers are in the process group '', not 'mine'") as caught:
-        asyncio.run(routes.route_update(engine, bucket))
-    assert caught.value.status == 409
 
 
 def answer_to(routes: Routes, engine: Any, path: str, body: Any) -> dict[str, Any]:

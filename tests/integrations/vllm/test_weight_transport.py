@@ -133,7 +133,7 @@ def test_a_server_that_is_not_there_is_no_reason_for_another_transport(monkeypat
 
 def test_a_worker_that_cannot_join_is_no_reason_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(body: dict[str, Any]) -> dict[str, Any]:
-        if "group" in body:
+        if "backend" in body:
             raise ServerRefused(500, "rank 1 of 2 met nobody")
         return {}
 

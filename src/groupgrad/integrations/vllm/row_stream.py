@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from groupgrad import compat
-from groupgrad.integrations.vllm.media import check_prompt, decode, vllm_prompt
+from groupgrad.integrations.vllm.media import check_prompt, vllm_prompt
 from groupgrad.integrations.vllm.vllm_params import sampled_logprobs, sampling_params, version_counts
 
 HEARTBEAT_S = 1.0
@@ -30,7 +30,7 @@ class RowStream:
 
     `body` has `sampling`, `prompts` (lists of ids) and `rows`, each with `row` (its name in the answer), `prompt`
     (index into `prompts`), `seed`, `max_tokens`, and with images `images`, a key of the body's `images`, which holds
-    lists of PNGs in base64. `weight_version` is that of the weights at the start: only rows that start with the same
+    lists of them. `weight_version` is that of the weights at the start: only rows that start with the same
     weights share keys and values. `weights` has the present `version` and `adapter`. `load` counts over all calls,
     since a row may have to wait for those of another rank.
     ValueError if vLLM refuses the options; LookupError or TypeError for a body without these fields.
@@ -41,14 +41,13 @@ class RowStream:
 
         self._engine, self._weights, self._load = engine, weights, load
         self._weight_version = weight_version
-        self._decoded: dict[str, asyncio.Future[Any]] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._encoded: dict[str, list[str]] = body.get("images", {})
         rows = []
         for row in body["rows"]:
             row_fields = {"seed": row["seed"], "max_tokens": row["max_tokens"]}
             params = sampling_params(body["sampling"], row_fields, output_kind=RequestOutputKind.DELTA)
-            rows.append((row["row"], body["prompts"][row["prompt"]], row.get("images"), params))
+            images = body["images"][row["images"]] if "images" in row else ()
+            rows.append((row["row"], body["prompts"][row["prompt"]], images, params))
         self._tasks = [asyncio.create_task(self._sample(*row)) for row in rows]
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -71,13 +70,12 @@ class RowStream:
         for task in self._tasks:
             task.cancel()
 
-    async def _sample(self, row: int, prompt: list[int], images_key: str | None, params: Any) -> None:
+    async def _sample(self, row: int, prompt: list[int], images: Sequence[Any], params: Any) -> None:
         line: dict[str, Any] = {"row": row}
         ids: list[int] = []
         logprobs: list[float] = []
         spans: Any = ()
         try:
-            images = () if images_key is None else await self._images(images_key)
             outputs = self._engine.generate(
                 {**vllm_prompt(prompt, images, self._engine), "cache_salt": self._weight_version},
                 params,
@@ -102,10 +100,3 @@ class RowStream:
         except Exception as error:  # reported to the trainer, as the failure of this row alone
             line["error"] = f"{type(error).__name__}: {error}"
         self._lines.put_nowait(line)
-
-    async def _images(self, key: str) -> list[Any]:
-        """The images with this key, decoded once, in a thread."""
-        if key not in self._decoded:
-            decoding = asyncio.to_thread(lambda: [decode(text) for text in self._encoded[key]])
-            self._decoded[key] = asyncio.ensure_future(decoding)
-        return await asyncio.shield(self._decoded[key])

@@ -39,10 +39,11 @@ from starlette.responses import JSONResponse, StreamingResponse
 from groupgrad import compat
 from groupgrad._version import __version__
 from groupgrad.integrations.vllm.http import MISSING_KEY_STATUS, VARIABLE, check_key
+from groupgrad.integrations.vllm.media import decode
 from groupgrad.integrations.vllm.row_stream import RowStream, ServerLoad
 from groupgrad.integrations.vllm.serve_command import check_mode
 from groupgrad.integrations.vllm.vllm_params import check_options, lora_request
-from groupgrad.integrations.vllm.weight_receiver import REFUSED, Rendezvous
+from groupgrad.integrations.vllm.weight_receiver import Rendezvous
 from groupgrad.integrations.vllm.wire import (
     AS_LOADED,
     PROTOCOL,
@@ -94,8 +95,6 @@ class ServerWeights:
     """Tensors that the push under way has announced."""
     num_tensors: int = 0
     """Number of announced tensors that the workers have received."""
-    group: str = ""
-    """The process group that the workers were asked to join last."""
     keeps_rows: bool = False
     """True if the push under way, or the last one, keeps rows that have not ended."""
     outlived: set[str] = field(default_factory=set)
@@ -238,6 +237,8 @@ class Routes:
         """Starts the rows."""
         body, weights = await _json(request, ROWS_BYTES), self._weights
         version = body["weight_version"]
+        for key, images in body.get("images", {}).items():
+            body["images"][key] = [await asyncio.to_thread(decode, image) for image in images]
         present = weights.pending_version if weights.is_paused else weights.version
         if not weights.is_complete and not weights.is_paused:
             raise weights.not_complete()
@@ -250,16 +251,13 @@ class Routes:
         """Makes all workers check the trainer's shared memory, open a port, form a process group, or only answer.
 
         The fields are those of `Rendezvous`, without its host: workers meet at the address of the server's own that the
-        caller has reached. `group` names a process group.
+        caller has reached.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         body, weights = await _json(request), self._weights
-        group = body.pop("group", "")
         rendezvous = Rendezvous(**body, host=request.scope["server"][0] if "port" in body else "")
         async with weights.lock:
-            if rendezvous.port:
-                weights.group = group
             await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(rendezvous)))
 
     async def route_start(self, engine: Any, request: Request) -> None:
@@ -281,20 +279,15 @@ class Routes:
     async def route_update(self, engine: Any, request: Request) -> None:
         query, weights = request.query_params, self._weights
         version, first, count = query["weight_version"], int(query["first"]), int(query["count"])
-        weights.check_pending(version)
-        num_bytes = padded_bytes(weights.next_bucket(first, count))
-        is_here = "shared" not in query and "group" not in query
-        body = await _read(request, num_bytes if is_here else 0)
-        if is_here and len(body) != num_bytes:
-            raise Refusal(422, f"a bucket has {len(body)} bytes, but its tensors have {num_bytes}")
-        source = {"body": body} if is_here else {"shared": query["shared"]} if "shared" in query else {}
         async with weights.lock:
             weights.check_pending(version)
-            specs = specs_to_json(weights.next_bucket(first, count))
-            if query.get("group", weights.group) != weights.group:  # another trainer has met the workers meanwhile
-                story = f"the workers are in the process group {weights.group!r}, not {query['group']!r}"
-                raise Refusal(409, f"{story}: another trainer has met them; give each trainer a server of its own")
-            await self._update(engine, specs=specs, **source)
+            bucket = weights.next_bucket(first, count)
+            num_bytes, is_here = padded_bytes(bucket), "shared" not in query and "group" not in query
+            body = await _read(request, num_bytes if is_here else 0)
+            if is_here and len(body) != num_bytes:
+                raise Refusal(422, f"a bucket has {len(body)} bytes, but its tensors have {num_bytes}")
+            source = {"body": body} if is_here else {"shared": query["shared"]} if "shared" in query else {}
+            await self._update(engine, specs=specs_to_json(bucket), **source)
             weights.num_tensors += count
 
     async def route_finish(self, engine: Any, request: Request) -> None:
@@ -304,10 +297,7 @@ class Routes:
             weights.check_pending(version)
             if weights.num_tensors != len(weights.specs):
                 raise Refusal(422, f"{len(weights.specs)} tensors were announced, {weights.num_tensors} came")
-            try:
-                await self._update(engine, checksum=checksum)
-            except Exception as error:  # vLLM wraps the worker's error in others
-                raise Refusal(422, str(error)) if REFUSED in str(error) else error from None
+            await self._update(engine, checksum=checksum)
             await engine.finish_weight_update()
             weights.base_version = version
             await self._finish_push(engine, version)

@@ -24,9 +24,6 @@ from groupgrad.integrations.vllm.wire import (
     unpack,
 )
 
-REFUSED = "vLLM's worker"
-"""Start of the error message when the weights that arrived are not those that were sent."""
-
 
 @dataclass(slots=True)
 class Rendezvous:
@@ -117,8 +114,7 @@ class WeightReceiver:
         - `tensors` of this process, by name;
         - `specs` of a bucket (`specs_to_json`), and where its bytes are: `shared`, a file in shared memory; `body`, the
           bytes; neither: they come over the process group;
-        - `checksum`, the `running_checksum` of all buckets, None without any. RuntimeError, starting with `REFUSED`, if
-          the push is not whole;
+        - `checksum`, the `running_checksum` of all buckets, None without any. RuntimeError if the push is not whole;
         - nothing: RuntimeError, which ends the push. vLLM has no other end of an unfinished one.
         """
         push = self._push
@@ -203,7 +199,7 @@ class WeightReceiver:
         elif missing := sorted(push.expected - push.loaded if push.loaded is not None else ()):
             problem = f"nothing was sent for {', '.join(missing[:20])}"
         if problem is not None:
-            raise RuntimeError(f"{REFUSED} {self._rank} refuses the push: {problem}")
+            raise RuntimeError(f"vLLM's worker {self._rank} refuses the push: {problem}")
 
 
 def _find_ties(model: Any) -> dict[str, tuple[Any, Any]]:

@@ -11,7 +11,6 @@ import logging
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, wait
 from datetime import timedelta
@@ -90,7 +89,6 @@ class GroupTransport(HttpTransport):
         self._port, self.device = port, device or torch.device("cpu")
         self._backend: Backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._group: WeightGroup | None = None
-        self._name = ""
 
     def connect(self, address: Address, num_workers: int, *, timeout_s: float) -> None:
         """Forms the group with the workers, unless there is one. GroupBroken if that fails."""
@@ -101,8 +99,7 @@ class GroupTransport(HttpTransport):
             call(address, "init", {"port": self._port, "timeout_s": rendezvous_s}, timeout_s=timeout_s)
         except ServerRefused as refused:
             raise GroupBroken(f"the server says: {refused}") from None
-        self._name = uuid.uuid4().hex[:8]
-        body = {"group": self._name, "backend": self._backend, "port": self._port, "size": size, "timeout_s": timeout_s}
+        body = {"backend": self._backend, "port": self._port, "size": size, "timeout_s": timeout_s}
         body["peer"] = describe_device(self.device)
 
         def join_here() -> None:
@@ -118,7 +115,7 @@ class GroupTransport(HttpTransport):
         try:
             sending = group.begin(bucket.data)
             # The workers begin to receive at this call, and it is answered when they have loaded the bucket.
-            query = _query(weight_version, bucket, group=self._name)
+            query = _query(weight_version, bucket, group=True)
             call(address, "update", b"", query=query, timeout_s=timeout_s)
             group.finish(sending)
         except BaseException:
