@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from waiting import until
 
 from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.integrations.vllm.http import ServerRefused, Stream, call
-from groupgrad.integrations.vllm.vllm_params import row_fields, sampling_fields
-from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy, policy_step_of
+from groupgrad.integrations.vllm.http import ServerRefused
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 
 RECORDS = compat.vllm_records_versions()
 records_versions = pytest.mark.skipif(not RECORDS, reason="vLLM records the weights of each token from 0.32 on")
@@ -96,34 +94,6 @@ def test_tokens_before_and_after_a_push_are_of_the_weights_that_they_name(server
     served.refresh(3)
     (again,) = served.sample(rows[:1], OPTIONS)
     check([None, None, None, policy], rows[:1], [again])
-
-
-@records_versions
-def test_rows_that_a_broken_push_has_paused_go_on_with_the_next(server: Served, policy: Any) -> None:
-    engine = server.engine()
-    served, models = VLLMPolicy(engine, policy), [copy.deepcopy(policy)]
-    served.refresh(0)
-    rows = [Request([5, 20, 30], seed=number, max_new_tokens=60 if number else 4) for number in range(4)]
-    fields = {"weight_version": engine.weight_version, "sampling": sampling_fields(OPTIONS), "prompts": [[5, 20, 30]]}
-    fields["rows"] = [{"row": number, "prompt": 0, **row_fields(row)} for number, row in enumerate(rows)]
-    lines: list[dict[str, Any]] = []
-    with server.slowed():
-        another = Thread(target=lambda: lines.extend(Stream(server.address, "generate", fields, timeout_s=60.0)))
-        another.start()
-        until(lambda: any("ids" in line for line in lines), 60.0)
-        body = {"weight_version": "1-dead", "tensors": [], "timeout_s": 30.0, "keeps_rows": True}
-        call(server.address, "start", body, timeout_s=30.0)
-        vary(policy, 1)
-        models.append(copy.deepcopy(policy))
-        served.refresh(1)
-    another.join(60.0)
-    ended = {line["row"]: line for line in lines if "ids" in line}
-    samples = []
-    for number in range(4):
-        steps = [policy_step_of(version) for version, count in ended[number]["weight_versions"] for _ in range(count)]
-        samples.append(Sample(ended[number]["ids"], "length", ended[number]["logprobs"], policy_versions=steps))
-    check(models, rows, samples)
-    assert [set(sample.policy_versions or ()) for sample in samples] == [{0}, {0, 1}, {0, 1}, {0, 1}]
 
 
 @records_versions

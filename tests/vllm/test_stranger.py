@@ -13,24 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from raw_http import raw_exchange, request
 from real_vllm import OPTIONS, Served, requests
 from stranger_cases import (
-    BUCKETS,
-    announce,
     bad_bodies_are_refused,
-    bucket_is_refused,
-    head_of,
     nothing_is_sampled,
     pickles_stay_closed,
     send_half_a_push,
 )
 
-from groupgrad.integrations.vllm.http import ServerRefused, call
+from groupgrad.integrations.vllm.http import call
 from groupgrad.integrations.vllm.server import PATIENCE_S
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
-from groupgrad.integrations.vllm.wire import running_checksum
 
 
 @pytest.fixture
@@ -90,20 +84,6 @@ def test_a_push_waits_for_nobody_who_reads_nothing(server: Served, trainer: VLLM
         started = time.monotonic()
         trainer.push(policy, 1)
         assert time.monotonic() - started < PATIENCE_S
-
-
-def test_a_bucket_of_other_tensors_reaches_no_worker(server: Served, trainer: VLLMServerPool, policy: Any) -> None:
-    """The workers' checksum is that of the good bucket alone: `finish` misses the other tensors only."""
-    announce(trainer, "1-x", [head_of(policy)])
-    for bucket in BUCKETS:
-        bucket_is_refused(trainer, policy, *bucket)
-    good = policy.lm_head.weight.detach().contiguous().view(torch.uint8).flatten()
-    where = {"weight_version": "1-x", "first": 0, "count": 1}
-    call(server.address, "update", good.numpy().tobytes(), query=where, timeout_s=30.0)
-    commit = {"weight_version": "1-x", "checksum": running_checksum(good)}
-    with pytest.raises(ServerRefused, match=r"nothing was sent for model\.embed_tokens\.weight"):
-        call(server.address, "finish", commit, timeout_s=30.0)
-    trainer.push(policy, 0)
 
 
 def test_bad_bodies_are_bad_requests(server: Served, trainer: VLLMServerPool) -> None:

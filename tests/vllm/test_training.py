@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from three_tokens import check_against_enumeration, starts_with_a, token_ids
 from vllm_training import LARGE, logged, make_trainer
 
 from groupgrad import GRPOTrainer
-from groupgrad.apps.cli.main import main
 from groupgrad.apps.eval import measuring
 from groupgrad.integrations.vllm import setup as vllm_setup
 from groupgrad.integrations.vllm.colocate_start import ColocateOptions
@@ -149,37 +147,6 @@ def test_an_evaluation_has_the_enumerated_probabilities(mode: str, train: Any, t
     rows = Dataset.from_dict({"prompt": prompts})
     found = measuring.evaluate(trainer, rows, "model", settings, answers=None, by=None)
     check_against_enumeration(found, trainer.model, tokenizer, prompts)
-
-
-def test_groupgrad_eval_samples_with_vllm(
-    mode: str, make_model: Any, tokenizer: Any, tmp_path: Path, request: Any, monkeypatch: Any, capfd: Any
-) -> None:
-    """Two models, one a command, are compared on the same prompts by the file of the first."""
-    where = COLOCATE if mode == "colocate" else request.getfixturevalue("server")()
-    flags = [word for name, value in where.items() for word in (f"--{name}", str(value))]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Path("letters.py").write_text(
-        "def share(completions, **kwargs):\n    return [text.count('a') / max(1, len(text)) for text in completions]\n"
-    )
-    Path("rows.jsonl").write_text("\n".join(f'{{"prompt": "{letter}{letter}"}}' for letter in "abcdefgh"))
-    flags += ["--use_vllm", "--dataset", "rows.jsonl", "--reward_funcs", "letters.share", "--use-cpu"]
-    flags += ["--num_generations", "8", "--max_completion_length", "6", "--output"]
-    found = []
-    for seed, more in ((3, []), (4, ["--against", "3.json"])):
-        vary(make_model(seed=seed, **LARGE), seed).save_pretrained(f"model{seed}")
-        tokenizer.save_pretrained(f"model{seed}")
-        assert main(["eval", f"model{seed}", *flags, f"{seed}.json", *more]) == 0
-        found.append(json.loads(Path(f"{seed}.json").read_text()))
-        for prompt in found[-1]["prompts"]:
-            shares = [text.count("a") / max(1, len(text)) for text in prompt["completions"]]
-            assert prompt["rewards"] == pytest.approx(shares) and max(prompt["lengths"]) <= 6
-    there, here = found
-    assert [one["completions"] for one in here["prompts"]] != [one["completions"] for one in there["prompts"]]
-    means = [one["means"]["reward"]["mean"] for one in found]
-    difference = here["differences"]["reward"]
-    assert (difference["there"], difference["here"]) == pytest.approx(means)
-    assert "less model3, on the same prompts" in capfd.readouterr().out
 
 
 def test_a_loss_that_is_anchored_on_the_sampler(mode: str, train: Any) -> None:

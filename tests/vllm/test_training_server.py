@@ -207,9 +207,7 @@ def test_an_interrupt_ends_a_run_whose_server_hangs(
 @pytest.mark.parametrize(
     ("changes", "settings", "words"),
     [
-        ({"vocab_size": 100}, {}, "its vocabulary has 92 tokens, the policy's 100"),
         ({"num_hidden_layers": 3}, {}, r"another model: num_hidden_layers 2 \(the policy has 3\)"),
-        ({}, {"max_completion_length": 600}, "its context holds 512 tokens, but prompt and completion may have 601"),
         ({}, {"temperature": 0.7}, "tells log-probs as raw_logprobs.*start it with --logprobs-mode processed_logprobs"),
         ({}, {"generation_kwargs": {"temperatur": 1}}, "temperatur"),
         ({}, {"arguments": {"train_dataset": LONG}}, "600 tokens.*512 positions"),

@@ -14,7 +14,6 @@ import pytest
 import simulated_server
 import torch
 from simulated_server import SimulatedServer
-from stranger_cases import announce
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.errors import WeightsLost
@@ -216,12 +215,6 @@ def test_a_rank_that_cannot_push_says_that_the_weights_are_lost(
     story = f"no vLLM server has the weights '{engine.weight_version}' any more"
     with pytest.raises(WeightsLost, match=story):
         other.sample(ROWS, OPTIONS)
-
-
-def test_a_server_that_another_trainer_pushes_to_is_left_alone(engine: VLLMServerPool) -> None:
-    announce(engine, "9-other", [])
-    with pytest.raises(RuntimeError, match=r"has the weights '9-other', .* another trainer uses the same server"):
-        engine.sample(ROWS, OPTIONS)
 
 
 # --- Servers that do not fit ---

@@ -254,34 +254,19 @@ def test_what_slept_samples_from_nothing_older_than_the_policy(
     assert vllm.log == ["woke weights", "pushed", "reset prefix", "reset images", "woke kv_cache"]
 
 
-def test_a_push_wakes_what_slept_once(vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any) -> None:
-    policy = adapted(model)
+@pytest.mark.parametrize(("level", "pushed"), [(1, []), (2, ["pushed"])])
+def test_a_push_wakes_what_slept_once(
+    level: int, pushed: list[str], vllm: SimulatedVLLM, model: Any, tokenizer: Any
+) -> None:
+    """At vLLM's level 1 the weights below an adapter come back with `wake_up`; at level 2 they are pushed again."""
+    engine, policy = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, sleep_level=level)), adapted(model)
     engine.push_adapter(policy, 0)
     engine.sleep()
     vllm.log.clear()
     engine.push_adapter(policy, 1)
     engine.sample([ROW], OPTIONS)
     engine.sample([ROW], OPTIONS)
-    # Weights below the adapter slept too, so they are pushed again.
-    assert vllm.log == [
-        "woke weights",
-        "pushed",
-        "adapter 2",
-        "reset prefix",
-        "reset images",
-        "woke kv_cache",
-    ]
-
-
-def test_weights_in_host_memory_are_not_pushed_again(vllm: SimulatedVLLM, model: Any, tokenizer: Any) -> None:
-    """At vLLM's level 1 the weights below an adapter come back with `wake_up`, so the adapter alone is sent."""
-    engine, policy = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, sleep_level=1)), adapted(model)
-    engine.push_adapter(policy, 0)
-    engine.sleep()
-    vllm.log.clear()
-    engine.push_adapter(policy, 1)
-    engine.sample([ROW], OPTIONS)
-    assert vllm.log == ["woke weights", "adapter 2", "reset prefix", "reset images", "woke kv_cache"]
+    assert vllm.log == ["woke weights", *pushed, "adapter 2", "reset prefix", "reset images", "woke kv_cache"]
 
 
 def test_a_push_that_fails_leaves_nothing_to_sample_from(

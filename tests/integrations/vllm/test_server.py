@@ -1,60 +1,42 @@
-"""Routes of groupgrad's server, in front of a scripted application and engine."""
+"""Routes of groupgrad's server, over HTTP and in front of a scripted application."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
+import socket
 import sys
 import tempfile
 import time
-import urllib.parse
 import zlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from simulated_server import Receiver, Weights, pretend_weight_transfer
-from starlette.requests import Request
+from raw_http import raw_exchange, request
+from simulated_server import KEY, SimulatedServer
+from stranger_cases import announce
 
 from groupgrad.integrations.vllm import http
-from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout
-from groupgrad.integrations.vllm.server import Refusal, Routes
+from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout, call
+from groupgrad.integrations.vllm.server import Routes
 from groupgrad.integrations.vllm.transfer_plugin import FLAGS
 
-KEY = "the-key-of-these-tests"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER = {"weight_version": "1-a", "base_version": "as loaded", "timeout_s": 1.0, "config_bytes": 2}
+ADAPTER["checksum"] = zlib.crc32(b"{}tensors")
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    pretend_weight_transfer(monkeypatch)
+def refused(server: SimulatedServer, route: str, body: Any, **query: Any) -> tuple[int, str]:
+    """Status and reason of a call that is refused."""
+    with pytest.raises(ServerRefused) as caught:
+        call(server.address, route, body, query=query, timeout_s=5.0)
+    return caught.value.status, str(caught.value)
 
 
-def scope(path: str, **query: str) -> dict[str, Any]:
-    """A POST with the key."""
-    text = urllib.parse.urlencode(query).encode()
-    headers = [(b"authorization", f"Bearer {KEY}".encode())]
-    return {"type": "http", "method": "POST", "path": path, "query_string": text, "headers": headers}
-
-
-def call_of(body: Any = None, **query: str) -> Request:
-    """A request with a body of bytes or JSON, and a query."""
-
-    async def receive() -> dict[str, Any]:
-        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        return {"type": "http.request", "body": data}
-
-    return Request(scope("/", **query), receive)
-
-
-class Empty(Receiver):
-    """The backend of a model without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__(SimpleNamespace(named_modules=list, named_parameters=list))
+def info(server: SimulatedServer) -> dict[str, Any]:
+    return call(server.address, "info", timeout_s=5.0)
 
 
 def test_a_server_does_not_start_in_the_mode_whose_routes_change_weights_unseen(
@@ -96,96 +78,40 @@ def test_a_server_that_does_not_come_up_is_given_as_long_in_the_last_attempt(mon
     assert waits == {0.3}
 
 
-def answer_to(routes: Routes, engine: Any, path: str, body: Any) -> dict[str, Any]:
-    """Status and body of the answer to a call of groupgrad's routes."""
-    answer: dict[str, Any] = {}
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": json.dumps(body).encode()}
-
-    async def send(event: Any) -> None:
-        answer.update({"status": event["status"]} if "status" in event else json.loads(event["body"]))
-
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    asyncio.run(routes({**scope(path), "app": app}, receive, send))
-    return answer
+def test_each_route_says_what_is_wrong(server: SimulatedServer) -> None:
+    status, reason = refused(server, "init", {"shared": "groupgrad-" + 32 * "0"})
+    assert status == 500 and "this worker does not see the trainer's shared memory" in reason
+    assert call(server.address, "init", {}, timeout_s=5.0) == {}
+    assert refused(server, "nothing", {}) == (404, "there is no route /groupgrad/nothing")
+    failed = refused(server, "finish", {"weight_version": "3-a", "checksum": 0})
+    assert failed == (409, "the push '3-a' is not under way on this server")
 
 
-def test_each_route_says_what_is_wrong() -> None:
-    routes, engine = Routes(None), Weights(Empty())
-    unseen = answer_to(routes, engine, "/groupgrad/init", {"shared": "groupgrad-" + 32 * "0"})
-    assert unseen["status"] == 500 and "this worker does not see the trainer's shared memory" in unseen["error"]
-    assert answer_to(routes, engine, "/groupgrad/init", {}) == {"status": 200}
-    unknown = answer_to(routes, engine, "/groupgrad/nothing", {})
-    assert unknown == {"status": 404, "error": "there is no route /groupgrad/nothing"}
-    failed = answer_to(routes, engine, "/groupgrad/finish", {"weight_version": "3-a", "checksum": 0})
-    assert failed == {"status": 409, "error": "the push '3-a' is not under way on this server"}
-
-
-def test_half_a_push_is_finished_by_its_checksum_alone() -> None:
+def test_half_a_push_is_finished_by_its_checksum_alone(server: SimulatedServer) -> None:
     """Neither a push without a checksum nor an adapter over the base before it makes half-loaded weights complete."""
-    routes, engine = Routes(None), Weights(Empty())
-    start = {"weight_version": "3-a", "timeout_s": 1.0, "tensors": []}
-    assert answer_to(routes, engine, "/groupgrad/start", start) == {"status": 200}
-    unchecked = answer_to(routes, engine, "/groupgrad/finish", {"weight_version": "3-a", "checksum": None})
-    assert unchecked["status"] == 400 and not routes._weights.is_complete
-    query = {"weight_version": "4-a", "base_version": "as loaded"}
-    query |= {"timeout_s": "1.0", "config_bytes": "2", "checksum": str(zlib.crc32(b"{}tensors"))}
-    with pytest.raises(Refusal, match="belongs to other weights"):
-        asyncio.run(routes.route_adapter(engine, call_of(b"{}tensors", **query)))
-    assert not routes._weights.is_complete
+    announce(server.engine_of(), "3-a", [])
+    assert refused(server, "finish", {"weight_version": "3-a", "checksum": None})[0] == 400
+    status, reason = refused(server, "adapter", b"{}tensors", **ADAPTER)
+    assert status == 409 and "belongs to other weights" in reason and not info(server)["complete"]
 
 
-async def answer_nothing(scope: Any, receive: Any, send: Any) -> None:
-    """In place of vLLM's application."""
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-
-
-async def no_body() -> dict[str, Any]:
-    """ASGI's `receive` of a request without a body."""
-    return {"type": "http.request"}
-
-
-async def call_vllm(routes: Routes, receive: Any = no_body, **changes: Any) -> dict[str, Any]:
-    """The answer to a call of vLLM's own route: `status`, `headers`, `error`. `changes` are of ASGI's scope."""
-    answer: dict[str, Any] = {}
-
-    async def send(event: Any) -> None:
-        if event["type"] == "http.response.start":
-            answer.update(status=event["status"], headers=dict(event["headers"]))
-        else:
-            answer.update(json.loads(event["body"]))
-
-    await routes({**scope("/v1/completions"), **changes}, receive, send)
-    return answer
-
-
-def test_calls_of_vllms_routes_are_refused_while_weights_are_not_whole() -> None:
+def test_calls_of_vllms_routes_are_refused_while_weights_are_not_whole(server: SimulatedServer, model: Any) -> None:
     """Also one whose body comes after a push has begun."""
-
-    async def run() -> None:
-        body_is_here = asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            await body_is_here.wait()
-            return {"type": "http.request", "body": b"{}"}
-
-        routes, engine = Routes(answer_nothing), Weights(Empty())
-        early = asyncio.create_task(call_vllm(routes, receive))
-        await asyncio.sleep(0)
-        await routes.route_start(engine, call_of({"weight_version": "3-a", "tensors": [], "timeout_s": 1.0}))
-        body_is_here.set()
-        for answer in (await early, await call_vllm(routes)):
-            assert answer["status"] == 503 and answer["headers"][b"retry-after"] == b"1"
-            assert answer["error"].startswith("the push '3-a' of weights has not ended")
-        assert (await call_vllm(routes, method="GET"))["status"] == 200
-        await routes.route_finish(engine, call_of({"weight_version": "3-a", "checksum": 0}))
-        assert (await call_vllm(routes))["status"] == 200
-
-    asyncio.run(run())
+    trainer = server.engine_of()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as early:
+        early.sendall(request("/v1/completions", key=KEY, length=2))
+        announce(trainer, "3-a", [])
+        early.sendall(b"{}")
+        answer = early.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 503") and "retry-after: 1" in answer
+    late = raw_exchange(server.port, request("/v1/completions", b"{}", KEY))
+    assert late[0] == 503 and late[1]["error"].startswith("the push '3-a' of weights has not ended")
+    assert raw_exchange(server.port, request("/version", key=KEY))[0] == 200
+    trainer.push(model, 0)
+    assert raw_exchange(server.port, request("/v1/completions", b"{}", KEY))[0] == 200
 
 
-def test_vllm_gets_the_whole_body_and_then_hears_that_the_caller_left() -> None:
+def test_vllm_gets_the_whole_body_and_then_hears_that_the_caller_left(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"b"}]
     parts.append({"type": "http.request", "body": b"a", "more_body": True})
     heard: list[dict[str, Any]] = []
@@ -196,11 +122,16 @@ def test_vllm_gets_the_whole_body_and_then_hears_that_the_caller_left() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         heard.extend([await receive(), await receive()])
 
-    asyncio.run(call_vllm(Routes(app), receive))
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"authorization", f"Bearer {KEY}".encode())]
+    asyncio.run(Routes(app)(scope, receive, None))
     assert heard == [{"type": "http.request", "body": b"ab", "more_body": False}, {"type": "http.disconnect"}]
 
 
-def test_an_adapter_is_taken_as_it_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_adapter_is_taken_as_it_was_sent(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     loaded: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     package = ModuleType("vllm.lora.request")
@@ -211,18 +142,10 @@ def test_an_adapter_is_taken_as_it_was_sent(monkeypatch: pytest.MonkeyPatch, tmp
         loaded.append(tuple((adapter.path / name).read_bytes() for name in ADAPTER_FILES))
         return True
 
-    routes, engine = Routes(None), Weights(Empty())
-    engine.add_lora = engine.remove_lora = add_lora  # type: ignore[attr-defined]
-    query = {"weight_version": "1-a", "base_version": "as loaded", "timeout_s": "1.0"}
-    query |= {"config_bytes": "2", "checksum": str(zlib.crc32(b"{}tensors"))}
-
-    def push(**changes: str) -> None:
-        asyncio.run(routes.route_adapter(engine, call_of(b"{}tensors", **{**query, **changes})))
-
-    for changes, status in (({"checksum": "5"}, 422), ({"base_version": "base-b"}, 409)):
-        with pytest.raises(Refusal) as caught:
-            push(**changes)
-        assert caught.value.status == status and routes._weights.version == "as loaded"
-    push()
-    assert routes._weights.version == "1-a" and loaded == [(b"{}", b"tensors")]
+    server.engine.add_lora = add_lora  # type: ignore[attr-defined]
+    for changes, status in (({"checksum": 5}, 422), ({"base_version": "base-b"}, 409)):
+        assert refused(server, "adapter", b"{}tensors", **{**ADAPTER, **changes})[0] == status
+        assert info(server)["weight_version"] == "as loaded"
+    call(server.address, "adapter", b"{}tensors", query=ADAPTER, timeout_s=5.0)
+    assert info(server)["weight_version"] == "1-a" and loaded == [(b"{}", b"tensors")]
     assert list(tmp_path.iterdir()) == [], "a server that is killed leaves nothing"
