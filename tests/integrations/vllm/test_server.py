@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from raw_http import raw_exchange, request
 from simulated_server import KEY, SimulatedServer
 from stranger_cases import announce
@@ -22,6 +23,8 @@ from groupgrad.integrations.vllm import http
 from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout, call
 from groupgrad.integrations.vllm.server import Routes
 from groupgrad.integrations.vllm.transfer_plugin import FLAGS
+from groupgrad.integrations.vllm.vllm_params import adapter_bytes
+from groupgrad.models.weights import adapter_files
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTER = {"weight_version": "1-a", "base_version": "as loaded", "timeout_s": 1.0, "config_bytes": 2}
@@ -129,9 +132,9 @@ def test_vllm_gets_the_whole_body_and_then_hears_that_the_caller_left(monkeypatc
     assert heard == [{"type": "http.request", "body": b"ab", "more_body": False}, {"type": "http.disconnect"}]
 
 
-def test_an_adapter_is_taken_as_it_was_sent(
-    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def adapters(server: SimulatedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[bytes, bytes]]:
+    """The configurations and tensors that the server has loaded; its files are in `tmp_path`."""
     loaded: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     package = ModuleType("vllm.lora.request")
@@ -142,10 +145,34 @@ def test_an_adapter_is_taken_as_it_was_sent(
         loaded.append(tuple((adapter.path / name).read_bytes() for name in ADAPTER_FILES))
         return True
 
-    server.engine.add_lora = add_lora  # type: ignore[attr-defined]
+    async def remove_lora(number: int) -> None:
+        assert number == len(loaded) - 1
+
+    server.engine.add_lora, server.engine.remove_lora = add_lora, remove_lora  # type: ignore[attr-defined]
+    return loaded
+
+
+def test_an_adapter_is_taken_as_it_was_sent(server: SimulatedServer, adapters: Any, tmp_path: Path) -> None:
     for changes, status in (({"checksum": 5}, 422), ({"base_version": "base-b"}, 409)):
         assert refused(server, "adapter", b"{}tensors", **{**ADAPTER, **changes})[0] == status
         assert info(server)["weight_version"] == "as loaded"
     call(server.address, "adapter", b"{}tensors", query=ADAPTER, timeout_s=5.0)
-    assert info(server)["weight_version"] == "1-a" and loaded == [(b"{}", b"tensors")]
+    assert info(server)["weight_version"] == "1-a" and adapters == [(b"{}", b"tensors")]
     assert list(tmp_path.iterdir()) == [], "a server that is killed leaves nothing"
+
+
+def test_an_adapter_goes_alone_and_the_weights_below_it_once(
+    server: SimulatedServer, adapters: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    policy = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    base = policy.get_base_model().lm_head.weight
+    pool, started = server.engine_of(), []
+    start = server.engine.start_weight_update
+    monkeypatch.setattr(server.engine, "start_weight_update", lambda: started.append(1) or start())
+    for step in range(2):
+        assert pool.push_adapter(policy, step) == info(server)["weight_version"]
+    assert len(started) == 1 and torch.equal(server.engine.model.weights["lm_head.weight"], base)
+    (first, tensors), (second, again) = adapters
+    assert first == second and b'"r": 4' in first
+    assert tensors == again == adapter_bytes(adapter_files(policy), torch.float32)[1]
