@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,15 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GRPOTraine
     trainer = make_trainer(folder)
     trainer.train()
     return folder, trainer
+
+
+@pytest.fixture
+def full_from() -> Iterator[Callable[[int | None], None]]:
+    """`full_from(num_bytes)`: from now on no file can have more bytes, as on a full disk; None ends that."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+    def limit(num_bytes: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
+
+    yield limit
+    limit(None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +16,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+logger = logging.getLogger(__name__)
+
 LARGE_BYTES = 2**20
 """Minimum bytes of a file's tensors for it to be held back; smaller files are written at once."""
+
+FRACTION_FOR_COPY = 0.5
+"""Fraction of the free memory that the copy of a file's tensors may take; sampling and training need the rest."""
 
 _WRITERS = (
     ("torch", "save"),
@@ -29,25 +36,35 @@ Write = Callable[[], None]
 
 
 @contextmanager
-def held_back(folder: Path) -> Iterator[list[Write]]:
+def held_back(folder: Path, free_memory: Callable[[], int]) -> Iterator[list[Write]]:
     """Context in which large tensors saved below `folder` are copied instead of written.
 
     Yields a list to which a function is added for each such file; calling it writes the file. A file is written at once
-    if memory does not suffice for a copy of its tensors.
+    if a copy of its tensors would take more than half of `free_memory()` bytes.
     """
     waiting: list[Write] = []
 
     def hold(write: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if num_bytes(tensors) >= LARGE_BYTES:
-            try:
-                waiting.append(partial(write, on_host(tensors), *args, **kwargs))
-                return
-            except (MemoryError, RuntimeError):
-                pass
+        size = num_bytes(tensors)
+        is_short = size > FRACTION_FOR_COPY * free_memory()
+        if size >= LARGE_BYTES and not is_short:
+            waiting.append(partial(write, on_host(tensors), *args, **kwargs))
+            return
+        if is_short:
+            _warn_of_short_memory()
         write(tensors, *args, **kwargs)
 
     with replaced_writers(folder, hold):
         yield waiting
+
+
+@functools.cache
+def _warn_of_short_memory() -> None:
+    """Says it once in a process."""
+    logger.warning(
+        "save_in_background: a copy of a checkpoint's file would take more than half of the free memory, so training "
+        "waits for this file to be written"
+    )
 
 
 @contextmanager

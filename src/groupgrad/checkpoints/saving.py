@@ -88,18 +88,16 @@ def save(
     step: int,
     parts: Sequence[Callable[[Path], None]],
     describe: Callable[[], Mapping[str, Any]],
-    *,
-    expected_bytes: int = 0,
 ) -> Path:
     """Writes `checkpoint-<step>` into `run_folder` and returns its path. Collective.
 
     Each of `parts` puts files of this rank into the folder that it is given; the ranks meet between them. `describe`
     returns the manifest's fields beside step, ranks and files. On return every file is on the disk and the checkpoint
-    has its name. SaveFailed, on all ranks, if `expected_bytes` do not fit or one of them could not write; other
-    exceptions of `parts` are raised on all ranks too.
+    has its name. SaveFailed, on all ranks, if one of them could not write; other exceptions of `parts` are raised on
+    all ranks too.
     """
     target = run_folder / f"checkpoint-{step}"
-    with _begun(target, expected_bytes) as (folder, view):
+    with _begun(target) as (folder, view):
         _write(parts, folder)
         digests = _digests(folder, view)
         with _agreed(folder):
@@ -113,18 +111,18 @@ def save_behind(
     step: int,
     parts: Sequence[Callable[[Path], None]],
     describe: Callable[[], Mapping[str, Any]],
-    *,
-    expected_bytes: int = 0,
+    free_memory: Callable[[], int],
 ) -> SaveBehind:
     """Begins to write `checkpoint-<step>` and returns while large files are still to be written. Collective.
 
-    The arguments, and the files, are those of `save`. What `parts` give to be saved is copied into host memory, so it
-    may change after the return. Only one save may be under way.
+    The first four arguments, and the files, are those of `save`. What `parts` give to be saved is copied into host
+    memory, of which `free_memory` tells the free bytes, so it may change after the return. Only one save may be under
+    way.
     """
     target = run_folder / f"checkpoint-{step}"
-    with _begun(target, expected_bytes) as (folder, view):
+    with _begun(target) as (folder, view):
         waiting: list[Callable[[], None]] = []
-        with held_back(folder) if view.leads else nullcontext(waiting) as waiting:
+        with held_back(folder, free_memory) if view.leads else nullcontext(waiting) as waiting:
             _write(parts, folder)
         with _agreed(folder):
             unlisted = Manifest(step, dist.world_size(), {}, **describe())
@@ -178,11 +176,11 @@ class SaveBehind:
 
 
 @contextmanager
-def _begun(target: Path, expected_bytes: int) -> Iterator[tuple[Path, _FolderView]]:
+def _begun(target: Path) -> Iterator[tuple[Path, _FolderView]]:
     """An empty folder aside for the checkpoint at `target`, removed if the body raises. Collective at its start."""
     folder, view = target.parent / UNFINISHED / target.name, None
     try:
-        view = _prepare(folder, expected_bytes)
+        view = _prepare(folder)
         yield folder, view
     except BaseException as error:
         # What killed this process or another is not undone here: the next start sweeps it.
@@ -223,13 +221,13 @@ def refusals_at_the_end(folder: Path) -> Iterator[None]:
         raise refusals[0]
 
 
-def _prepare(folder: Path, expected_bytes: int) -> _FolderView:
+def _prepare(folder: Path) -> _FolderView:
     """Makes an empty folder aside and finds out which ranks see the same one. Collective."""
     aside = folder.parent
     mark, here = dist.all_gather_objects((f".{uuid.uuid4().hex}", socket.gethostname()))[0]
     with _agreed(folder):
         if dist.is_main():
-            _make(folder, expected_bytes)
+            _make(folder)
             (aside / mark).touch()
     shared = _is_visible(aside / mark, wait=here != socket.gethostname())
     machines = dist.all_gather_objects("" if shared else socket.gethostname())
@@ -237,14 +235,12 @@ def _prepare(folder: Path, expected_bytes: int) -> _FolderView:
     view = _FolderView(members)
     with _agreed(folder):
         if view.leads and not shared:
-            _make(folder, expected_bytes)
+            _make(folder)
     return view
 
 
-def _make(folder: Path, expected_bytes: int) -> None:
-    run_folder = folder.parent.parent
-    sweep(run_folder)
-    _check_space(run_folder, folder.name, expected_bytes)
+def _make(folder: Path) -> None:
+    sweep(folder.parent.parent)
     folder.mkdir(parents=True)
 
 
@@ -307,10 +303,12 @@ def _as_failure(error: Exception, folder: Path) -> Exception:
     """SaveFailed for an exception that says that a disk refused; others as they are."""
     if isinstance(error, SaveFailed) or not is_storage_error(error):
         return error
-    free = free_bytes(folder)
-    space = "" if free is None else f"; {folder.parent.parent} has {free:,} bytes free"
     first = (str(error).splitlines() or [type(error).__name__])[0]
-    failure = SaveFailed(f"{folder.name} could not be written ({type(error).__name__}: {first}){space}")
+    space = _free_space(folder.parent.parent)
+    failure = SaveFailed(
+        f"{folder.name} could not be written ({type(error).__name__}: {first}){space}. Free space there, lower "
+        "save_total_limit, or set save_only_model=True, which leaves the optimizer out"
+    )
     failure.__cause__ = error
     return failure
 
@@ -325,24 +323,10 @@ def is_storage_error(error: BaseException) -> bool:
     return cause is not None and is_storage_error(cause)
 
 
-def free_bytes(folder: Path) -> int | None:
-    """Free space where `folder` is or will be; None if the file system does not say."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
-def _check_space(run_folder: Path, name: str, num_bytes: int) -> None:
-    """SaveFailed if a checkpoint of `num_bytes` does not fit where `run_folder` is."""
-    free = free_bytes(run_folder)
-    if free is not None and free < num_bytes:
-        raise SaveFailed(
-            f"{name} takes about {num_bytes:,} bytes and {run_folder} has {free:,} free; free space there, "
-            "lower save_total_limit, or set save_only_model=True, which leaves the optimizer out"
-        )
+def _free_space(run_folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        return f"; {run_folder} has {shutil.disk_usage(run_folder).free:,} bytes free"
+    return ""
 
 
 def rotate(run_folder: Path, limit: int | None, keep: Path, best: str | None) -> None:

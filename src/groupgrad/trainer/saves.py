@@ -20,7 +20,6 @@ from transformers.trainer_callback import ExportableState
 from groupgrad import dist, stopping
 from groupgrad.activity import Hung, doing
 from groupgrad.checkpoints import saving, sharded_files
-from groupgrad.checkpoints.manifest import file_names
 from groupgrad.checkpoints.plausible import SCHEDULER, TRAINER_STATE
 from groupgrad.errors import CheckpointNotSaved, NonFiniteError
 from groupgrad.memory.free_memory import free_bytes
@@ -34,9 +33,6 @@ from groupgrad.trainer.resuming import Resume
 
 logger = logging.getLogger(__name__)
 
-
-FRACTION_FOR_COPY = 0.5
-"""Fraction of the free memory that the copy of a checkpoint may take; sampling and training need the rest."""
 
 WAIT_OF_HUNG_S = 5.0
 """Time that a run which ends because a phase hangs waits for a checkpoint under way."""
@@ -64,9 +60,6 @@ class Saves:
         """The last step that this training has saved in its folder."""
         self._under_way: SaveUnderWay | None = None
         """The checkpoint that is being written behind training; the same on all ranks."""
-        self._last_size: int | None = None
-        """Bytes of the last checkpoint."""
-        self._told_of_memory = False
 
     def begin_training(self) -> None:
         """Collective. Begins anew, without the saves of an earlier training, and deletes unfinished checkpoints."""
@@ -88,12 +81,14 @@ class Saves:
             self.finish()
             if trainer.hp_search_backend is None and trial is None:
                 trainer.store_flos()
-            best, expected = trainer.state.best_model_checkpoint, self._expected_bytes()
+            best = trainer.state.best_model_checkpoint
             vars(trainer.callback_handler).pop("on_save", None)
-            begin = saving.save_behind if self._may_save_behind(expected) else saving.save
+            begin = saving.save
+            if trainer.args.save_in_background:
+                begin = partial(saving.save_behind, free_memory=partial(free_bytes, torch.device("cpu")))
             folder, step = Path(trainer._get_output_dir(trial=trial)), trainer.state.global_step
             try:
-                saved = begin(folder, step, self._parts(folder, is_pause), self._description, expected_bytes=expected)
+                saved = begin(folder, step, self._parts(folder, is_pause), self._description)
             except saving.SaveFailed as error:
                 self._note_not_saved(error, best)
                 self._skip_on_save()
@@ -128,7 +123,6 @@ class Saves:
     @contextmanager
     def until_written(self) -> Iterator[None]:
         """Context of training, which does not end while this rank writes a checkpoint; a second interrupt ends it."""
-        self._told_of_memory = False
         wait_s: float | None = None
         try:
             yield
@@ -185,25 +179,6 @@ class Saves:
     def _run_folder(self) -> Path:
         return Path(self._trainer._get_output_dir(self._trainer.trial))
 
-    def _may_save_behind(self, expected_bytes: int) -> bool:
-        """Collective. True if the next checkpoint is written while training goes on, which a signal would end."""
-        args = self._trainer.args
-        if not args.save_in_background:
-            return False
-        free = free_bytes(torch.device("cpu"))
-        is_short = args.should_save and expected_bytes > FRACTION_FOR_COPY * free
-        is_short, is_last = (any(c) for c in zip(*dist.all_gather_objects((is_short, bool(stopping.requested())))))
-        if is_short and not self._told_of_memory:
-            self._told_of_memory = True
-            if dist.is_main():
-                logger.warning(
-                    "save_in_background: a copy of the checkpoint takes about %s bytes of memory, and %s are free, "
-                    "half of them for training; so training waits for this checkpoint to be written",
-                    f"{expected_bytes:,}",
-                    f"{free:,}",
-                )
-        return not is_short and not is_last
-
     def _end(self, timeout_s: float | None = None) -> None:
         """Waits for what this rank writes, without the other ranks."""
         under_way = self._under_way
@@ -220,7 +195,6 @@ class Saves:
         """After a checkpoint has its name: push it, and remove older ones."""
         trainer, self.not_saved = self._trainer, None
         self.last_step = saving.step_of(folder)
-        self._last_size = sum((folder / name).stat().st_size for name in file_names(folder))
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(str(folder))
         if trainer.args.should_save:
@@ -316,24 +290,6 @@ class Saves:
         callback_states: Any = trainer.state.stateful_callbacks
         for name, found in states.items():
             callback_states[name] = found if len(found) > 1 else found[0]
-
-    def _expected_bytes(self) -> int:
-        """Expected bytes of the next checkpoint: as many as the last one has, or else weights and optimizer state."""
-        if self._last_size is not None:
-            return self._last_size
-        trainer = self._trainer
-        model, optimizer = unwrap(trainer.model), trainer.optimizer
-        adapter = hasattr(model, "peft_config")
-        # ZeRO-3 leaves a parameter without numbers between passes.
-        sizes = [(p, getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad or not adapter]
-        weights = sum(num_numbers * p.element_size() for p, num_numbers in sizes)
-        if trainer.args.save_only_model or optimizer is None:
-            return weights
-        if trainer.is_deepspeed_enabled:  # two moments and the weights in float32, over all ranks
-            return weights + sum(12 * num_numbers for p, num_numbers in sizes if p.requires_grad)
-        states = getattr(optimizer, "state", {}).values()
-        tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
-        return weights + sum(tensor.nbytes for tensor in tensors)
 
     def _description(self) -> dict[str, Any]:
         """The manifest's fields beside step, ranks and files."""
