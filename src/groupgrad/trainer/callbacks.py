@@ -53,19 +53,11 @@ class RunState:
     def __init__(self, parts: Mapping[str, Stateful], *, shared: Mapping[str, Shared] | None = None):
         self._parts, self._shared = dict(parts), dict(shared or {})
 
-    def states(self) -> dict[str, Any]:
-        """The states of this rank's parts by name, as a checkpoint stores them."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
-
-    def set_states(self, states: Mapping[str, Any]) -> None:
-        """Restores parts from a result of `states` in this process; the shared parts stay as they are."""
-        for name, state in states.items():
-            self._parts[name].load_state_dict(state)
-
     def save(self, folder: str | Path) -> None:
         """Writes this rank's file into a checkpoint folder, and on the main process what all share."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(self.states(), self._path(folder, dist.rank()))
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        torch.save(states, self._path(folder, dist.rank()))
         if self._shared and dist.is_main():
             shared = {name: part.state_dict() for name, part in self._shared.items()}
             torch.save(shared, Path(folder) / _SHARED_FILE)

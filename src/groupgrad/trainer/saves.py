@@ -88,7 +88,7 @@ class Saves:
                 begin = partial(saving.save_behind, free_memory=partial(free_bytes, torch.device("cpu")))
             folder, step = Path(trainer._get_output_dir(trial=trial)), trainer.state.global_step
             try:
-                saved = begin(folder, step, self._parts(folder, is_pause), self._description)
+                saved = begin(folder, step, self._parts(folder), self._description)
             except saving.SaveFailed as error:
                 self._note_not_saved(error, best)
                 self._skip_on_save()
@@ -219,11 +219,11 @@ class Saves:
 
     # ------------------------------------------------------------------------------------------- what is written
 
-    def _parts(self, run_folder: Path, is_pause: bool = False) -> list[Callable[[Path], None]]:
+    def _parts(self, run_folder: Path) -> list[Callable[[Path], None]]:
         """Functions that write this rank's parts of a checkpoint into a folder; the ranks meet between them."""
         parts = [self._write_model]
         if not self._trainer.args.save_only_model:
-            parts += [self._write_optimizer, partial(self._write_run_state, is_pause=is_pause)]
+            parts += [self._write_optimizer, self._write_run_state]
         return [*parts, lambda aside: self._write_trainer_state(run_folder, aside)]
 
     def _write_model(self, aside: Path) -> None:
@@ -259,12 +259,10 @@ class Saves:
                 trainer._save_optimizer_and_scheduler(str(aside))
         trainer._save_scaler(str(aside))
 
-    def _write_run_state(self, aside: Path, *, is_pause: bool) -> None:
+    def _write_run_state(self, aside: Path) -> None:
         """Random streams, and all state beyond them that a step depends on."""
         self._trainer._save_rng_state(str(aside))
         self._trainer.run_state.save(aside)
-        if is_pause:
-            self._resume.keep(self._run_folder() / aside.name)
 
     def _write_trainer_state(self, run_folder: Path, aside: Path) -> None:
         trainer = self._trainer

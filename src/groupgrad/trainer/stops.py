@@ -9,6 +9,7 @@ step are logged when it ends.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import TrainerCallback
 
 from groupgrad import dist, stopping
@@ -25,7 +28,7 @@ from groupgrad.config.launcher import holds_parts
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.trainer.callbacks import SameOnRanks
-from groupgrad.trainer.resuming import Resume, random_states, set_random_states
+from groupgrad.trainer.resuming import Resume
 from groupgrad.trainer.saves import Saves
 
 logger = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ class LastStep:
     generation_batches: dict[int, Batch]
     """Generation batches that the buffer held, by number."""
     random_states: tuple[Any, ...]
-    """See `resuming.random_states`."""
+    """See the function of this name."""
     num_input_tokens_seen: int
 
     def restore(self, trainer: Any) -> None:
@@ -220,3 +223,19 @@ def exits_are_errors() -> Iterator[None]:
             f"{last.name} ({last.filename}:{last.lineno}) raised SystemExit({error.code!r}), which would end the run "
             "in the middle without an error; raise an exception, or set control.should_training_stop in a callback"
         ) from error
+
+
+def random_states() -> tuple[Any, ...]:
+    """Random states of Python, NumPy, PyTorch and the present CUDA device; None for a device that is not in use."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Puts random states back."""
+    python, numpy, cpu, cuda = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
