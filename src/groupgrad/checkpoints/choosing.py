@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from groupgrad import dist
-from groupgrad.checkpoints.manifest import MANIFEST, Manifest, damage_of
-from groupgrad.checkpoints.plausible import TRAINER_STATE, implausible
+from groupgrad.checkpoints.manifest import MANIFEST, TRAINER_STATE, Manifest, damage_of
 from groupgrad.checkpoints.saving import checkpoints_in
 from groupgrad.errors import CheckpointError
 
@@ -23,6 +22,8 @@ AUTO = "auto"
 
 _ESSENTIAL = (TRAINER_STATE, "config.json", "adapter_config.json", "*.safetensors", "*.index.json", "*.bin", "*/*")
 _NOT_ESSENTIAL = ("training_args.bin",)
+_INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""File that transformers keeps in a checkpoint while it saves on a signal."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,13 +128,19 @@ def _examine(folder: Path) -> ResumePoint:
             names = sorted(manifest.files)[here.index(dist.rank()) :: len(here)]
             damage = damage_of(folder, manifest.files, names)
         elif dist.rank() == here[0]:
-            damage = implausible(folder)
+            damage = _unfinished(folder)
     except CheckpointError as error:
         damage = {MANIFEST: str(error)}
     except OSError as error:
         damage = {MANIFEST: f"cannot be read ({error.strerror or error})"}
     everywhere = {name: reason for part in dist.all_gather_objects(damage) for name, reason in part.items()}
     return ResumePoint(folder, manifest, dict(sorted(everywhere.items())))
+
+
+def _unfinished(folder: Path) -> dict[str, str]:
+    """What shows that transformers or TRL did not finish a checkpoint: its last file is missing, or one says so."""
+    found = {TRAINER_STATE: "is missing"} if not (folder / TRAINER_STATE).is_file() else {}
+    return found | ({_INCOMPLETE: "says that its save was not finished"} if (folder / _INCOMPLETE).is_file() else {})
 
 
 def _lost(point: ResumePoint) -> list[str]:
@@ -149,8 +156,8 @@ def _lost(point: ResumePoint) -> list[str]:
 def _with_remark(point: ResumePoint) -> ResumePoint:
     if point.manifest is None:
         _say(
-            "%s has no %s: an earlier release, transformers or TRL wrote it, and a damaged weight cannot be told "
-            "from an intact one; its files look whole",
+            "%s has no %s: an earlier release, transformers or TRL wrote it, and files that were damaged "
+            "since cannot be told from intact ones",
             point.folder,
             MANIFEST,
         )

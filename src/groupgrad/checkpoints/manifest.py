@@ -16,6 +16,9 @@ from groupgrad.errors import CheckpointError
 MANIFEST = "manifest.json"
 """Name of the manifest in a checkpoint's folder."""
 
+TRAINER_STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+"""Files of a checkpoint by the names that transformers gives them. It writes the first of these last."""
+
 _CHUNK_BYTES = 2**22
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from groupgrad import dist
 from groupgrad.checkpoints import sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint
-from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER
+from groupgrad.checkpoints.manifest import OPTIMIZER, SCHEDULER
 from groupgrad.errors import CheckpointError
 from groupgrad.models.shards import is_fully_sharded
 from groupgrad.trainer.resumed_parameters import trained_parameters

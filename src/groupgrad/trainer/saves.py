@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 from groupgrad import dist, stopping
 from groupgrad.activity import Hung, doing
 from groupgrad.checkpoints import saving, sharded_files
-from groupgrad.checkpoints.plausible import SCHEDULER, TRAINER_STATE
+from groupgrad.checkpoints.manifest import SCHEDULER, TRAINER_STATE
 from groupgrad.errors import CheckpointNotSaved, NonFiniteError
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.adapters import adapter_settings, is_adapted
