@@ -31,8 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import psutil
-
 from groupgrad import activity, dist
 from groupgrad.activity import Activity, Hung, OtherRankFailed
 from groupgrad.checkpoints.saving import checkpoints_in
@@ -168,8 +166,8 @@ class Watch:
             self._look_for_hang(now, self._timeout_s)
         self._carry_out(now)
         self._tell_life(now)
-        if self._launcher is not None and has_ended(self._launcher):
-            logger.warning("the launcher of this process (pid %d) was killed, so the run stops", self._launcher.pid)
+        if self._launcher is not None and os.getppid() != self._launcher:  # another process has adopted this one
+            logger.warning("the launcher of this process (pid %d) was killed, so the run stops", self._launcher)
             self._launcher = None
             os.kill(os.getpid(), signal.SIGTERM)
         if self._timeout_s is not None:
@@ -329,33 +327,13 @@ class Watch:
             self._links.send(news, but=link)
 
 
-def launcher() -> psutil.Process | None:
-    """The process that started this one and other ranks: torchrun, or a parent that uses `multiprocessing`.
+def launcher() -> int | None:
+    """The pid of the process that started this one and other ranks: torchrun, or a parent that uses `multiprocessing`.
 
-    Between torchrun and this process there may be scripts, which have torchrun's variables as this one does. A process
-    started by a shell, a notebook or a scheduler has no launcher, so it may outlive its parent (nohup, disown).
+    A process started by a shell, a notebook or a scheduler has no launcher, so it may outlive its parent (nohup,
+    disown).
     """
-    try:
-        parents = psutil.Process().parents()
-    except psutil.Error:
-        return None
-    if _MARK not in os.environ:
-        return parents[0] if parents and multiprocessing.parent_process() is not None else None
-    for parent in parents:
-        try:
-            if _MARK not in parent.environ():
-                return parent
-        except (psutil.Error, OSError):
-            return parent
-    return None
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """True for a process that has ended, also if its parent has not taken notice of that yet."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
+    return os.getppid() if _MARK in os.environ or multiprocessing.parent_process() is not None else None
 
 
 def _end_at_exit() -> None:
