@@ -12,7 +12,6 @@ import re
 import socket
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -305,28 +304,20 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """Collective. Moves the files of an earlier run aside, or cuts them to `step` to go on; False if that fails.
 
         After a failure nothing is recorded, since two runs would mix. Where nodes have disks of their own, the first
-        process of each node prepares the folder there; on such a node a file that the main process writes is missing.
+        process of each node prepares the folder there, which finds it prepared where they share one; on such a node a
+        file that the main process writes is missing.
         """
-        assert self._folder is not None
-        name = f".start-{uuid.uuid4().hex[:12]}"
-        name, error = dist.all_gather_objects((name, self._prepared(step, checkpoint, name, dist.is_main())))[0]
-        if error is None and dist.is_active():
-            is_first_here = self._trainer.state.is_local_process_zero and not (self._folder / name).exists()
-            error = self._prepared(step, checkpoint, name, is_first_here)
-            errors = dist.all_gather_objects(error)
-            error = next((one for one in errors if one is not None), None)
-        if dist.is_main():
-            if error is None:
-                self._try((self._folder / name).unlink)
-            else:
-                self._report(error)
+        is_main, errors = dist.is_main(), []
+        for prepares in (is_main, self._trainer.state.is_local_process_zero and not is_main):
+            errors += dist.all_gather_objects(self._prepared(step, checkpoint) if prepares else None)
+        error = next((one for one in errors if one is not None), None)
+        if error is not None and is_main:
+            self._report(error)
         return error is None
 
-    def _prepared(self, step: int, checkpoint: Path | None, name: str, wanted: bool) -> OSError | None:
-        """Prepares the folder if `wanted`, leaves the file `name`, and returns the error if it fails."""
+    def _prepared(self, step: int, checkpoint: Path | None) -> OSError | None:
+        """Prepares the folder; the error if that fails."""
         assert self._folder is not None
-        if not wanted:
-            return None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if checkpoint is None or checkpoint.resolve().parent != self._folder.resolve():
@@ -335,7 +326,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
                 self._metrics.cut(step)
                 self._weights.cut(step)
                 run_files.remove_rollouts_after(self._folder, step)
-            (self._folder / name).touch()
         except OSError as error:
             return error
         return None
