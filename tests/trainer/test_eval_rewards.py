@@ -81,7 +81,6 @@ def test_each_set_has_the_columns_of_its_own_functions(make_trainer, tools):
     held_out = Dataset.from_dict({"prompt": ["ab", "cd"], "level": [3, 5], "unused": [0, 0]})
     extra = {"eval_dataset": held_out, "eval_reward_funcs": level_of}
     trainer = make_trainer(reward_funcs=trained, trainer=extra, remove_unused_columns=True, max_steps=1, **EVALUATES)
-    assert trainer.eval_dataset.column_names == ["prompt", "level"]
     trainer.train()
     assert trainer.state.log_history[1]["eval_reward"] == 4.0
     assert trainer.evaluate(held_out)["eval_reward"] == 4.0

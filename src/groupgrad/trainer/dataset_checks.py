@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, IterableDataset
 from torch import nn
 
 from groupgrad.batching.generation_plan import GenerationPlan
@@ -156,7 +156,7 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
 def rows_to_evaluate(trainer: Any, dataset: Any) -> Any:
     """A data set that the trainer's configuration allows to evaluate on, with the columns that it keeps."""
     rollouts = trainer.rollout_components
-    _, dataset = keep_columns(trainer.args, None, dataset, ([], trainer.eval_rewards.functions), rollouts)
+    dataset = keep_columns(dataset, "eval_dataset", trainer.eval_rewards.functions, rollouts, trainer.args)
     check_rows(dataset, "eval_dataset", trainer.prompt_maker, rollouts)
     _check_split(dataset, "eval_dataset", trainer.args)
     return dataset
@@ -219,54 +219,26 @@ def named_datasets(evaluation: Any) -> dict[str, Any]:
     return {"eval_dataset": evaluation}
 
 
-def keep_columns(
-    config: GRPOConfig,
-    train: Any,
-    evaluation: Any,
-    reward_funcs: tuple[Any, Any],
-    rollout_components: RolloutComponents,
-) -> tuple[Any, Any]:
-    """Both data sets with the columns that the configuration keeps: all of them unless `remove_unused_columns`.
-
-    `reward_funcs` are those of training and those of evaluation.
+def keep_columns(dataset: Any, name: str, reward_funcs: Any, rollouts: RolloutComponents, config: GRPOConfig) -> Any:
+    """A data set with the columns that the configuration keeps: all of them unless `remove_unused_columns`.
 
     Otherwise those that prompts are made of, and those that the signature of a reward function or of an environment's
-    `reset` names. One warning names what is dropped. `**kwargs` names nothing.
+    `reset` names. A warning names what is dropped. `**kwargs` names nothing.
     """
-    if not config.remove_unused_columns:
-        return train, evaluation
-    of_training, of_evaluation = (_functions_of(given) for given in reward_funcs)
-    dropped: dict[str, list[str]] = {}
-
-    def kept(dataset: Any, name: str, functions: Sequence[RewardFunction]) -> Any:
-        columns = column_names(dataset)
-        named = {column for function in functions for column in function.columns_named(columns)}
-        named |= {*_PROMPT_COLUMNS, *rollout_components.columns_named}
-        if name != "train_dataset" and config.eval_by is not None:
-            named.add(config.eval_by)
-        # A user's function may read all columns; a data set without prompts is refused with all of its columns.
-        is_left = isinstance(dataset, Dataset) and is_transformed(dataset)
-        if is_left or named.isdisjoint(columns) or not ("prompt" in columns or rollout_components.environments):
-            return dataset
-        if unused := [column for column in columns if column not in named]:
-            dropped[name] = unused
-            return dataset.remove_columns(unused)
+    columns = column_names(dataset) if config.remove_unused_columns else []
+    named = {column for function in _functions_of(reward_funcs) for column in function.columns_named(columns)}
+    named |= {*_PROMPT_COLUMNS, *rollouts.columns_named, config.eval_by}
+    unused = [column for column in columns if column not in named]
+    # A user's function may read all columns; a data set without prompts is refused with all of its columns.
+    is_left = isinstance(dataset, Dataset) and is_transformed(dataset)
+    if not unused or is_left or not ("prompt" in columns or rollouts.environments):
         return dataset
-
-    train = kept(train, "train_dataset", of_training)
-    if isinstance(evaluation, Mapping):
-        parts = {key: kept(part, f"eval_dataset[{key!r}]", of_evaluation) for key, part in evaluation.items()}
-        evaluation = type(evaluation)(parts) if isinstance(evaluation, (DatasetDict, IterableDatasetDict)) else parts
-    else:
-        evaluation = kept(evaluation, "eval_dataset", of_evaluation)
-    if dropped:
-        columns = "; ".join(f"{', '.join(map(repr, unused))} of {name}" for name, unused in dropped.items())
-        logger.warning(
-            "remove_unused_columns=True drops %s: no reward function or reset names them, and **kwargs does not hold "
-            "them. Name a column in a signature, or set remove_unused_columns=False, to have it",
-            columns,
-        )
-    return train, evaluation
+    warnings.warn(
+        f"remove_unused_columns=True drops {', '.join(map(repr, unused))} of {name}: no reward function or reset names "
+        "them, and **kwargs does not hold them. Name a column in a signature, or set remove_unused_columns=False, to "
+        "have it"
+    )
+    return dataset.remove_columns(unused)
 
 
 def _functions_of(reward_funcs: Any) -> list[RewardFunction]:

@@ -182,9 +182,9 @@ class GRPOTrainer(Hooks):
         )
         with one_thread("GRPOTrainer()"), ExitStack() as on_error:
             on_error.callback(rollouts.close)
-            functions = reward_funcs, reward_funcs if eval_reward_funcs is None else eval_reward_funcs
-            datasets = dataset_checks.keep_columns(config, train_dataset, eval_dataset, functions, rollouts)
-            train_dataset, eval_dataset = datasets
+            # Evaluation sets lose theirs when they are evaluated.
+            train_dataset = dataset_checks.keep_columns(train_dataset, "train_dataset", reward_funcs, rollouts, config)
+            datasets = train_dataset, eval_dataset
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, rollouts, config)
             self.rewards, self.eval_rewards = build_rewards(
                 config, reward_funcs, reward_processing_classes, eval_reward_funcs, rollouts
