@@ -62,6 +62,17 @@ class FiniteSteps(SameOnRanks):
             first = gradient[(0,) * gradient.ndim]
             first.copy_(torch.where(torch.isfinite(loss.detach()).to(first.device), first, torch.nan))
 
+    def drop_unless_finite(self, trainer: Any, norm: Any) -> None:
+        """Drops the trainer's gradients if their `norm` is not finite, as `check` says."""
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        scales = trainer.is_deepspeed_enabled and trainer.args.fp16 if scaler is None else scaler.get_scale() > 1
+        if norm is None or scales:
+            return  # a step that overflows in float16 is skipped with a lower scale
+        step, losses = trainer.state.global_step + 1, trainer._step_log.losses
+        if not self.check(norm, step, trainer._micro_batches, losses) and scaler is None:
+            for parameter in trainer.model.parameters():
+                parameter.grad = None
+
     def check(self, norm: Any, step: int, rows: Sequence[MicroBatch], losses: Sequence[PolicyLoss]) -> bool:
         """False if the step has to be skipped, since the norm of its averaged gradient is not finite.
 

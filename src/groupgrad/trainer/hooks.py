@@ -173,35 +173,36 @@ class Hooks(TRLNames, Trainer):
         or else a new start; None takes the configuration's. CheckpointError if it is damaged, before anything is
         sampled; CheckpointNotSaved, after the last step, if the last checkpoint could not be written.
         """
+        with self._training(trial, resume_from_checkpoint) as checkpoint:
+            return super().train(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+
+    @contextmanager
+    def _training(self, trial: Any, request: str | bool | None) -> Iterator[str | None]:
+        """Collective. A training's folder, watches and signals; yields the checkpoint that it resumes from."""
         check_overrides(self)  # a script may have assigned some since the trainer was made
         self._invalidate_vllm()
         self.gradient_sums.clear()
         dist.limit_waiting(self.args.ddp_timeout)
         self.trial = trial
-        folder = os.path.join(self._start_folder, self._get_output_dir(trial))
         try:
             with (
                 self.progress,
                 self._in_run_folder(),
-                Watch("the training loop", folder, lambda: self.state.global_step + 1, self.args.hang_timeout_s),
+                self._watched("the training loop"),
                 self.saves.until_written(),
                 self.stops.at_signals(),
             ):
-                if resume_from_checkpoint is None and trial is None:
-                    resume_from_checkpoint = self.args.resume_from_checkpoint
+                if request is None and trial is None:
+                    request = self.args.resume_from_checkpoint
                 self.saves.begin_training()
-                resume_from_checkpoint = self.resume.begin(resume_from_checkpoint)
-                result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                checkpoint = self.resume.begin(request)
+                yield checkpoint
             self.saves.raise_if_not_saved()
             self.saves.check_weights()
-            if resume_from_checkpoint:
+            if checkpoint:
                 self._warn_if_finished(self.progress.first_step)
-            return result
-        except Hung as hang:
-            raise HangError(str(hang)) from hang
         finally:
             self.is_in_train, self.trial = False, None
-            self.components.collector.close()
             if self.completion_log.upload is not None:
                 self.completion_log.upload.finish()
 
@@ -324,9 +325,15 @@ class Hooks(TRLNames, Trainer):
             yield
             return
         self._invalidate_vllm()
-        folder = os.path.join(self._start_folder, str(self.args.output_dir))
+        with self._watched("the evaluation"):
+            yield
+
+    @contextmanager
+    def _watched(self, what: str) -> Iterator[None]:
+        """Collective at its start. HangError for what hangs; closes environments at the end."""
+        folder = os.path.join(self._start_folder, self._get_output_dir(self.trial))
         try:
-            with Watch("the evaluation", folder, lambda: self.state.global_step, self.args.hang_timeout_s):
+            with Watch(what, folder, lambda: self.state.global_step + self.is_in_train, self.args.hang_timeout_s):
                 yield
         except Hung as hang:
             raise HangError(str(hang)) from hang
@@ -373,29 +380,24 @@ class Hooks(TRLNames, Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm of the averaged gradient, scaled down to `max_grad_norm`. Collective for a sharded model."""
-        if self._is_offloaded:
-            from groupgrad.integrations.sharding.fsdp import clip_offloaded
-
-            return clip_offloaded(self.model, self.args.max_grad_norm, self.args.device)
-        return super()._clip_grad_norm(model)
+        norm = self._norm_of_offloaded(self.args.max_grad_norm)
+        return super()._clip_grad_norm(model) if norm is None else norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the averaged gradient; a gradient that is not finite is dropped, so that the step is none."""
-        if grad_norm is None and self._is_offloaded:
-            from groupgrad.integrations.sharding.fsdp import clip_offloaded
-
-            grad_norm = clip_offloaded(self.model, math.inf, self.args.device)
-        norm: Any = super()._get_grad_norm(model, grad_norm)
+        known = self._norm_of_offloaded(math.inf) if grad_norm is None else grad_norm
+        norm: Any = super()._get_grad_norm(model, known)
         norm = self.recorder.grad_norm = norm.full_tensor() if is_shard(norm) else norm
-        scaler = getattr(self.accelerator, "scaler", None)
-        scales = self.is_deepspeed_enabled and self.args.fp16 if scaler is None else scaler.get_scale() > 1
-        if norm is None or scales:
-            return norm  # a step that overflows in float16 is skipped with a lower scale
-        step, losses = self.state.global_step + 1, self._step_log.losses
-        if not self.finite_steps.check(norm, step, self._micro_batches, losses) and scaler is None:
-            for parameter in model.parameters():
-                parameter.grad = None
+        self.finite_steps.drop_unless_finite(self, norm)
         return norm
+
+    def _norm_of_offloaded(self, max_norm: float) -> Any:
+        """Clips the gradient of shards in host memory and returns its norm before that; None for another model."""
+        if not self._is_offloaded:
+            return None
+        from groupgrad.integrations.sharding.fsdp import clip_offloaded
+
+        return clip_offloaded(self.model, max_norm, self.args.device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """`Trainer.save_model`, without a bar in files. NonFiniteError for weights that are not finite.
