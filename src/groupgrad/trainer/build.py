@@ -234,18 +234,11 @@ def plan_execution(
     if vllm_policy is not None:
         engine = EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}")
     else:
-        engine = engine_of_model(config, model, policy, precision, example)
+        sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
+        further: dict[str, Any] = {"tokenizer": policy.tokenizer, "precision": precision, "example": example}
+        with gather_all(model):
+            engine = choose_engine(model, component_options.engine_options(config), sampling, **further)
     return ExecutionPlan(engine, report, example, rank_group, vllm_policy)
-
-
-def engine_of_model(
-    config: GRPOConfig, model: nn.Module, policy: PolicyBundle, precision: Any, example: Prompt | None
-) -> EngineChoice:
-    """The engine that samples from the model itself. ConfigError if it cannot run what the configuration asks for."""
-    sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=int(policy.tokenizer.pad_token_id))
-    further: dict[str, Any] = {"tokenizer": policy.tokenizer, "precision": precision, "example": example}
-    with gather_all(model):
-        return choose_engine(model, component_options.engine_options(config), sampling, **further)
 
 
 def _example(policy: PolicyBundle) -> Prompt | None:

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from groupgrad import dist
 from groupgrad.data.digest import dataset_digest
+from groupgrad.engines.selection import replaces_generate
 from groupgrad.models.liger import configured_kernels
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.trainer import component_options, dataset_checks
@@ -64,7 +65,8 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
 
 
 def _check_model(trainer: Any) -> None:
-    """ValueError if a script has given the trainer another model, which would be neither sampled nor trained."""
+    """ValueError if a script has given the trainer another model, which would be neither sampled nor trained, or the
+    model another `generate`, which would not be called."""
     if trainer.model_init is not None:  # a search makes the model of each trial
         return
     given, trained = unwrap(trainer.model), unwrap(trainer._policy.model)
@@ -72,6 +74,11 @@ def _check_model(trainer: Any) -> None:
         raise ValueError(
             f"trainer.model was replaced by another {type(given).__name__} after the trainer was made, and a trainer "
             "samples and trains the one that it was made with; make another GRPOTrainer with the new model"
+        )
+    if trainer.execution.engine_choice.name in ("native", "continuous batching") and replaces_generate(trainer.model):
+        raise ValueError(
+            f"generate of the {type(given).__name__} was replaced after the trainer was made, which chooses then how "
+            "it samples; make it after the replacement"
         )
 
 

@@ -57,7 +57,6 @@ from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.config import GRPOConfig
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, EngineWithWeights
-from groupgrad.engines.selection import replaces_generate
 from groupgrad.errors import HangError
 from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.metrics import latest
@@ -297,21 +296,6 @@ class Hooks(TRLNames, Trainer):
             datasets = self.train_dataset, self.eval_dataset
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
         return served
-
-    def _follow_generate(self) -> None:
-        """Samples by the model's `generate` from now on if a script has replaced it since the trainer was made."""
-        if self.execution.engine_choice.name in ("native", "continuous batching") and replaces_generate(self.model):
-            self._choose_engine_again()
-
-    def _choose_engine_again(self) -> None:
-        """ConfigError if the configuration asks for an engine that does not fit the model as it is now."""
-        self.components.collector.close()
-        precision, example = self.accelerator.autocast, self.execution.example
-        choice = build.engine_of_model(self.args, self.model, self._policy, precision, example)
-        self.execution, self.engine = replace(self.execution, engine_choice=choice), choice.engine
-        self._build_components()
-        if self.is_in_train:
-            self._prepare_steps()
 
     def _invalidate_vllm(self) -> None:
         """Makes vLLM get the weights again before sampling outside of training, where their changes are not noticed."""

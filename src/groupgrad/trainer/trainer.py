@@ -236,7 +236,6 @@ class GRPOTrainer(Hooks):
         model.train()
         self.optimizer.train()  # pyright: ignore  # some optimizers train at other weights than they evaluate
         self.memory.begin_step()
-        self._follow_generate()
         step, size = self.state.global_step, self.plan.micro_batch_rows
         self._on_policy = self.sampler_logprobs.on_policy(step)
         # A resumed run may begin inside a generation batch that its checkpoint does not hold.
@@ -555,7 +554,6 @@ class GRPOTrainer(Hooks):
         store, num_samples, rewarded, prompts = self.eval_metric_store, 0, [], []
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
-        self._follow_generate()
         with self.timings.inclusive("evaluating"):
             for batch in checked_batches(dataloader):
                 experience, metrics, scored = self.components.evaluator(
