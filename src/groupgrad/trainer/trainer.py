@@ -67,7 +67,6 @@ from groupgrad.trainer.constructor_arguments import (
 )
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.hooks import STEPS_IN_BACKWARD, Hooks
-from groupgrad.trainer.reward_runners import build_rewards
 from groupgrad.trainer.sampler_logprobs import precompute_gradient
 from groupgrad.trainer.step_log import MismatchWatch, StepLog, tolerance
 from groupgrad.trainer.trl_names import check_overrides
@@ -186,7 +185,7 @@ class GRPOTrainer(Hooks):
             train_dataset = dataset_checks.keep_columns(train_dataset, "train_dataset", reward_funcs, rollouts, config)
             datasets = train_dataset, eval_dataset
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, rollouts, config)
-            self.rewards, self.eval_rewards = build_rewards(
+            self.rewards, self.eval_rewards = build.build_rewards(
                 config, reward_funcs, reward_processing_classes, eval_reward_funcs, rollouts
             )
             dataset_checks.check_rewards(self.rewards, self.eval_rewards, *datasets, rollouts)
