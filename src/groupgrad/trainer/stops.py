@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +33,26 @@ from groupgrad.trainer.saves import Saves
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, frozen=True)
-class LastStep:
-    """The state that sampling and scoring change, as it was when a step began."""
-
-    step: int
-    """Optimizer steps made."""
-    generation_batches: dict[int, Batch]
-    """Generation batches that the buffer held, by number."""
-    random_states: tuple[Any, ...]
-    """See the function of this name."""
-    num_input_tokens_seen: int
-
-    def restore(self, trainer: Any) -> None:
-        """Puts the state back for a checkpoint."""
-        set_random_states(self.random_states)
-        trainer.state.num_input_tokens_seen = self.num_input_tokens_seen
-        trainer.buffer.batches = dict(self.generation_batches)
-
-
-class RememberLastStep(TrainerCallback):
+class LastStep(TrainerCallback):
     """Keeps the state before each step, for a signal that comes while the step samples or scores."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self.last: LastStep | None = None
+        self._kept: tuple[int, dict[int, Batch], tuple[Any, ...], int] | None = None
+        """Steps made, and what sampling and scoring change: generation batches, random states, tokens seen."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stores the state at the beginning of this step, in place of the previous step's."""
         batches = dict(self._trainer.buffer.batches)
-        self.last = LastStep(state.global_step, batches, random_states(), state.num_input_tokens_seen)
+        self._kept = state.global_step, batches, random_states(), state.num_input_tokens_seen
+
+    def restore(self) -> None:
+        """Puts the state of the last whole step back, if a step has begun since, for a checkpoint."""
+        trainer = self._trainer
+        if self._kept is not None and self._kept[0] == trainer.state.global_step:
+            _, batches, streams, trainer.state.num_input_tokens_seen = self._kept
+            trainer.buffer.batches = dict(batches)
+            set_random_states(streams)
 
 
 class StopAtStepEnd(TrainerCallback):
@@ -128,7 +117,7 @@ class Stops:
         sweep sets it for its arms.
         """
         self._at_step_end: StopAtStepEnd | None = None
-        self._memory = RememberLastStep(trainer)
+        self._last_step = LastStep(trainer)
 
     @property
     def is_pausing(self) -> bool:
@@ -150,7 +139,7 @@ class Stops:
             return
         args = self._trainer.args
         self._at_step_end = StopAtStepEnd(self.due_evaluation, self.pause_at)
-        callbacks = [self._at_step_end, *([self._memory] if receives else [])]
+        callbacks = [self._at_step_end, *([self._last_step] if receives else [])]
         for callback in callbacks:
             self._trainer.add_callback(callback)
         ignored = ("SIGTERM",) if args.enable_jit_checkpoint else ()
@@ -179,12 +168,11 @@ class Stops:
         trainer = self._trainer
         with stopping.finishing():
             self._saves.finish()
-        step, last, resumed = trainer.state.global_step, self._memory.last, self._resume.point
+        step, resumed = trainer.state.global_step, self._resume.point
         folder = Path(trainer._get_output_dir(trainer.trial)) / f"checkpoint-{step}"
         if not step or self._saves.last_step == step or (resumed is not None and resumed.folder == folder):
             return
-        if last is not None and last.step == step:
-            last.restore(trainer)
+        self._last_step.restore()
         self._saves.write(trainer.trial, is_pause=self.is_pausing)
         trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
