@@ -46,6 +46,8 @@ from groupgrad.trainer.run_summary import path_of_step, run_configuration
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = logging.getLogger("groupgrad")
+
 WAIT_S = 20.0
 """Seconds that the end of a run waits for rollouts to be written."""
 MAX_WARNINGS = 1000
@@ -98,7 +100,9 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._lines_lock = threading.Lock()
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         """The weights of a training, of which digests are recorded; None where no rank has all of them."""
-        self._handler = _EventHandler(self)
+        self._handlers: list[logging.Handler] = []
+        """Handlers of the package's messages while a training is recorded."""
+        self._event_handler = _EventHandler(self)
         self._has_failed = False
         self._num_skipped = 0
         self._config: dict[str, Any] = {}
@@ -137,7 +141,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             return
         self._is_open = False
         self._forget()
-        logging.getLogger("groupgrad").removeHandler(self._handler)
+        for handler in self._handlers:
+            _PACKAGE.removeHandler(handler)
         self._parameters = None
         if not self._writer.close(WAIT_S):
             logger.warning("%s: the last rollouts were not written within %g s", self._folder, WAIT_S)
@@ -168,7 +173,11 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             can_digest = not (is_sharded(trainer.model) or trainer.is_fsdp_enabled)
             self._parameters = list(unwrap(trainer.model).named_parameters()) if can_digest else None
             self._start(step, None if resumed is None else str(resumed.folder))
-            logging.getLogger("groupgrad").addHandler(self._handler)
+            # logging prints through its last resort only where there is no other handler.
+            last_resort = [] if _PACKAGE.hasHandlers() or logging.lastResort is None else [logging.lastResort]
+            self._handlers = [*last_resort, self._event_handler]
+            for handler in self._handlers:
+                _PACKAGE.addHandler(handler)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Adds a log event to the metrics."""
@@ -442,8 +451,6 @@ class _EventHandler(logging.Handler):
         self._recorder, self._left = recorder, MAX_WARNINGS
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not _has_other_handler(record.name, self) and logging.lastResort is not None:
-            logging.lastResort.handle(record)  # which logging itself asks only where there is no handler
         if self._left <= 0:
             return
         self._left -= 1
@@ -452,12 +459,3 @@ class _EventHandler(logging.Handler):
             self._recorder.event(kind, source=record.name, text=record.getMessage())
         except Exception:  # a message whose arguments do not fit, as in every handler
             self.handleError(record)
-
-
-def _has_other_handler(name: str, handler_here: logging.Handler) -> bool:
-    current: logging.Logger | None = logging.getLogger(name)
-    while current is not None:
-        if any(handler is not handler_here for handler in current.handlers):
-            return True
-        current = current.parent if current.propagate else None
-    return False
