@@ -104,25 +104,16 @@ class LineFile:
     def __init__(self, path: Path):
         self.path = path
         self._lock = threading.Lock()
-        self._begins_new_line: bool | None = None
-        """False if the file may end within a line; None if it has not been looked at."""
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Appends a record. OSError if it cannot be written; a part of it is then no line."""
         line = json_line(record)
         with self._lock:
-            if self._begins_new_line is None:
-                self._begins_new_line = _ends_with_newline(self.path)
-            if not self._begins_new_line:
+            if not _ends_with_newline(self.path):
                 line = b"\n" + line
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            self._begins_new_line = False
-            try:
-                if os.write(descriptor, line) != len(line):
+            with self.path.open("ab", buffering=0) as file:
+                if file.write(line) != len(line):
                     raise OSError(f"{self.path}: the disk took a part of a line")
-            finally:
-                os.close(descriptor)
-            self._begins_new_line = True
 
     def cut(self, step: int) -> None:
         """Removes the lines of later steps than `step`, by a new file in the place of the old one."""
@@ -130,7 +121,6 @@ class LineFile:
             return
         kept = b"".join(json_line(record) for record in read_lines(self.path) if not _is_later(record, step))
         replace_file(self.path, lambda aside: aside.write_bytes(kept))
-        self._begins_new_line = None
 
 
 class WriteBehind:
