@@ -52,9 +52,8 @@ time: the next one, the end of training, a signal and an error wait for it.
 An old checkpoint is removed when the new one has its name, so that one whole checkpoint is there at every moment:
 `save_total_limit=1` needs room for two checkpoints, and with `load_best_model_at_end` for three.
 
-Under DeepSpeed rank 0 also writes a file of a few bytes, `latest`, in the middle of a save, and then DeepSpeed waits
-for all ranks. The manifest lists the file. If the disk refuses it, and nothing before it, the other ranks wait until
-`hang_timeout_s` or `ddp_timeout` ends the run. Older checkpoints stay whole.
+Under DeepSpeed all ranks write, and wait for each other between files. If the disk of one rank alone refuses, the
+others wait until `hang_timeout_s` or `ddp_timeout` ends the run. Older checkpoints stay whole.
 
 `groupgrad train` exits with 0 when all is done, with 2 when a run cannot begin, and with 73 when the disk refused the
 last checkpoint or the model (`groupgrad.errors.EXIT_CHECKPOINT_NOT_SAVED`; `trainer.train()` raises

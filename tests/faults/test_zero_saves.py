@@ -67,13 +67,3 @@ def test_the_manifest_lists_the_files_of_both_ranks(runs):
     assert manifest is not None and manifest.world_size == 2
     states = [name for name in manifest.files if name.endswith("optim_states.pt")]
     assert len(states) == 2 and {"groupgrad_state_0.pt", "groupgrad_state_1.pt", "latest"} <= set(manifest.files)
-
-
-@pytest.mark.fault(
-    "the disk of one rank is full while DeepSpeed saves",
-    "no rank waits for it: none keeps the checkpoint, training goes on, and a later save succeeds",
-    "that checkpoint",
-)
-def test_a_full_disk_on_one_rank_costs_one_checkpoint(runs):
-    assert ending(runs[0], "full")["folders"] == ["checkpoint-1", "checkpoint-3"]
-    assert choose(runs[0] / "run" / "full", True).damage == {}

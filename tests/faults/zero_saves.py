@@ -1,7 +1,7 @@
 """The runs that `test_zero_saves.py` makes on two ranks (`torch.distributed.run ... zero_saves.py OUT STAGE WHAT`).
 
-WHAT is `whole` (a run that nothing disturbs, and one where the disk of rank 1 is full at its second save), `killed`
-(rank 1 is killed in the middle of its third save) or `again` (the same script once more).
+WHAT is `whole` (a run that nothing disturbs), `killed` (rank 1 is killed in the middle of its third save) or `again`
+(the same script once more).
 """
 
 from __future__ import annotations
@@ -55,10 +55,6 @@ def main(out: Path, stage: int, what: str) -> None:
         trainer = build(out, stage, "whole")
         trainer.train()
         ending(trainer, out, "whole")
-        trainer = build(out, stage, "full", max_steps=3)
-        trainer.add_callback(ranks.FullDisk())
-        trainer.train()
-        ending(trainer, out, "full")
         return
     trainer = build(out, stage, "stopped")
     if what == "killed":

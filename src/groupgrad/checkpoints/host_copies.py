@@ -44,41 +44,16 @@ def held_back(folder: Path, free_memory: Callable[[], int]) -> Iterator[list[Wri
     """
     waiting: list[Write] = []
 
-    def hold(write: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        size = num_bytes(tensors)
+    def hold(write: Callable[..., None], tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        is_below = isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(folder)
+        size = num_bytes(tensors) if is_below else 0
         is_short = size > FRACTION_FOR_COPY * free_memory()
         if size >= LARGE_BYTES and not is_short:
-            waiting.append(partial(write, on_host(tensors), *args, **kwargs))
+            waiting.append(partial(write, on_host(tensors), path, *args, **kwargs))
             return
         if is_short:
             _warn_of_short_memory()
-        write(tensors, *args, **kwargs)
-
-    with replaced_writers(folder, hold):
-        yield waiting
-
-
-@functools.cache
-def _warn_of_short_memory() -> None:
-    """Says it once in a process."""
-    logger.warning(
-        "save_in_background: a copy of a checkpoint's file would take more than half of the free memory, so training "
-        "waits for this file to be written"
-    )
-
-
-@contextmanager
-def replaced_writers(folder: Path, replacement: Callable[..., None]) -> Iterator[None]:
-    """Context in which the functions that write tensors (`_WRITERS`) are replaced for paths below `folder`.
-
-    A call `write(tensors, path, ...)` becomes `replacement(write, tensors, path, ...)`.
-    """
-
-    def replaced(write: Callable[..., None], tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(folder):
-            replacement(write, tensors, path, *args, **kwargs)
-        else:
-            write(tensors, path, *args, **kwargs)
+        write(tensors, path, *args, **kwargs)
 
     with ExitStack() as stack:
         for module_name, name in _WRITERS:
@@ -89,8 +64,17 @@ def replaced_writers(folder: Path, replacement: Callable[..., None]) -> Iterator
             write = getattr(module, name, None)
             if write is not None:
                 stack.callback(setattr, module, name, write)
-                setattr(module, name, partial(replaced, write))
-        yield
+                setattr(module, name, partial(hold, write))
+        yield waiting
+
+
+@functools.cache
+def _warn_of_short_memory() -> None:
+    """Says it once in a process."""
+    logger.warning(
+        "save_in_background: a copy of a checkpoint's file would take more than half of the free memory, so training "
+        "waits for this file to be written"
+    )
 
 
 def num_bytes(value: Any) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from groupgrad import dist
-from groupgrad.checkpoints.host_copies import held_back, replaced_writers
+from groupgrad.checkpoints.host_copies import held_back
 from groupgrad.checkpoints.manifest import FileDigest, Manifest, digest, file_names, sync, sync_folders
 
 logger = logging.getLogger(__name__)
@@ -194,31 +194,6 @@ def _write(parts: Sequence[Callable[[Path], None]], folder: Path) -> None:
     for part in parts:
         with _agreed(folder):
             part(folder)
-
-
-@contextmanager
-def refusals_at_the_end(folder: Path) -> Iterator[None]:
-    """Context in which tensors that the disk refuses to take below `folder` are an error at its end only.
-
-    For code that meets other ranks between the files that it writes: they would wait for a rank that left it.
-    """
-    refusals: list[Exception] = []
-
-    def attempt(write: Callable[..., None], tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        if refusals:
-            return
-        try:
-            write(tensors, path, *args, **kwargs)
-        except Exception as error:
-            if not is_storage_error(error):
-                raise
-            refusals.append(error)
-            Path(path).unlink(missing_ok=True)  # leaves space for the small files that follow
-
-    with replaced_writers(folder, attempt):
-        yield
-    if refusals:
-        raise refusals[0]
 
 
 def _prepare(folder: Path) -> _FolderView:

@@ -255,8 +255,7 @@ class Saves:
                 scheduler: Any = trainer.lr_scheduler
                 torch.save(scheduler.state_dict(), aside / SCHEDULER)
         else:
-            with saving.refusals_at_the_end(aside) if trainer.is_deepspeed_enabled else nullcontext():
-                trainer._save_optimizer_and_scheduler(str(aside))
+            trainer._save_optimizer_and_scheduler(str(aside))
         trainer._save_scaler(str(aside))
 
     def _write_run_state(self, aside: Path) -> None:
