@@ -10,7 +10,7 @@
     _move_model_to_device, _wrap_model           `GradientSync` instead of a wrapper  gradients are averaged once a step
     _load_from_checkpoint                        `Resume`: verified, by name          a run goes on bit for bit
     _issue_warnings_after_load                   missing weights are an error         `Trainer` warns of them
-    _load_optimizer_and_scheduler, _load_scaler  `Resume`: verified, by name          a run goes on bit for bit
+    _load_optimizer_and_scheduler                `Resume`: verified, by name          a run goes on bit for bit
     _load_rng_state                              `Resume`: verified                   a run goes on bit for bit
     _run_epoch                                   no step after the last; signals      `Trainer` would take one more
     get_batch_samples *, training_step *         one optimizer step                   what all the rest is for
@@ -18,7 +18,7 @@
     floating_point_ops, _track_num_input_tokens  true tokens                          nothing is padded
     _clip_grad_norm, _get_grad_norm              norms of shards, finite steps        one bad step ruins the weights
     log                                          metrics of all ranks                 `Trainer` logs those of one
-    _evaluate, _determine_best_metric            nothing measured is not better       `Trainer` ends in a KeyError
+    _determine_best_metric                       nothing measured is not better       `Trainer` ends in a KeyError
     evaluate, predict                            in the run's contexts                they run outside of `train` too
     get_eval_dataloader, get_test_dataloader     whole groups                         groups are compared
     evaluation_loop *                            sample and score groups              there are no predictions
@@ -530,22 +530,9 @@ class Hooks(TRLNames, Trainer):
         """Assigns the optimizer's state by the names of parameters; `Trainer` goes by their order."""
         self.resume.load_optimizer(checkpoint, otherwise=partial(super()._load_optimizer_and_scheduler, checkpoint))
 
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Loads the scaler, unless its file is damaged and the user goes on without it."""
-        self.resume.load_scaler(checkpoint, otherwise=partial(super()._load_scaler, checkpoint))
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Loads the random streams, unless their file is damaged and the user goes on without it."""
         self.resume.load_random_streams(checkpoint, otherwise=partial(super()._load_rng_state, checkpoint))
-
-    def _evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
-        """`Trainer._evaluate`; a schedule that follows a metric stays where it is if nothing was measured for it."""
-        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        if not skip_scheduler:
-            self._best_metric.follow(self.lr_scheduler, metrics)
-        return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """`Trainer._determine_best_metric`; an evaluation that measured nothing for the metric is not better."""

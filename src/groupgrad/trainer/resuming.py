@@ -140,17 +140,9 @@ class Resume:
             resumed_optimizer.apply_schedule(trainer.optimizer, trainer.lr_scheduler)
         trainer.run_state.load(checkpoint, world_size=point.world_size, without=point.damage)
 
-    def load_scaler(self, checkpoint: str | None, otherwise: Callable[[], None]) -> None:
-        """Restores the scaler of float16 gradients, unless its file is damaged."""
-        if checkpoint is None or self._is_intact("scaler.pt"):
-            otherwise()
-
     def load_random_streams(self, checkpoint: str | None, otherwise: Callable[[], None]) -> None:
         """Restores the random streams, unless their file is damaged."""
         args = self._trainer.args
         name = "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
-        if checkpoint is None or self._is_intact(name):
+        if checkpoint is None or self.point is None or name not in self.point.damage:
             otherwise()
-
-    def _is_intact(self, name: str) -> bool:
-        return self.point is None or name not in self.point.damage

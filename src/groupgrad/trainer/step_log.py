@@ -290,7 +290,7 @@ def tolerance(rounding: Rounding, temperature: float) -> float:
 
 
 class BestMetric:
-    """Reads the metric of evaluations that chooses the best model, and that some schedules follow."""
+    """Reads the metric of evaluations that chooses the best model."""
 
     def __init__(self, trainer: Any):
         self._trainer, self._has_warned = trainer, False
@@ -310,8 +310,3 @@ class BestMetric:
                     ", ".join(sorted(metrics)),
                 )
         return value
-
-    def follow(self, scheduler: Any, metrics: Mapping[str, float]) -> None:
-        """Takes a step of a schedule that follows the metric; it stays where it is if nothing was measured."""
-        if type(scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR") and (value := self.of(metrics)) is not None:
-            scheduler.step(value)
