@@ -21,10 +21,6 @@ def odd(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(ids[-1] % 2) for ids in completion_ids]
 
 
-def rewards_of(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if "reward" in name or "pass@" in name}
-
-
 @pytest.mark.parametrize("estimator", ["rloo", "maxrl"])
 def test_an_evaluation_is_that_of_a_run_which_trains_on_these_functions(make_trainer, tools, estimator):
     """All weights are 1, and the estimator of training, which may be for other rewards, plays no part."""

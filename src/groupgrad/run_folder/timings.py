@@ -43,20 +43,6 @@ class Timings:
             if self._open:
                 self.on_phase(self._open[-1])
 
-    @contextmanager
-    def inclusive(self, name: str) -> Iterator[None]:
-        """Context whose time counts for `name` alone, including the time of the phases inside it."""
-        with self.phase(name):
-            self._settle()
-            outer_seconds = self._seconds
-            self._seconds = dict.fromkeys(self._open, 0.0)
-            try:
-                yield
-            finally:
-                self._settle()
-                outer_seconds[name] += sum(self._seconds.values())
-                self._seconds = outer_seconds
-
     def take(self) -> dict[str, float]:
         """Returns the seconds of each phase, in the order first seen, and resets them to zero.
 

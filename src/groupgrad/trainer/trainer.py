@@ -553,7 +553,7 @@ class GRPOTrainer(Hooks):
         store, num_samples, rewarded, prompts = self.eval_metric_store, 0, [], []
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
-        with self.timings.inclusive("evaluating"):
+        with self.timings.phase("evaluating"):
             for batch in checked_batches(dataloader):
                 experience, metrics, scored = self.components.evaluator(
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
@@ -565,6 +565,7 @@ class GRPOTrainer(Hooks):
                 self._log_completions(experience, self.state.global_step, metric_key_prefix)
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.timings.take()  # none of it is time of a step
         measure = Measure(tuple(sorted(self.args.eval_k or ())))
         numbers = {**store.flush(), **self.components.collector.spread(rewarded)}
         numbers |= logged(prompts, measure, self.args.eval_by)
