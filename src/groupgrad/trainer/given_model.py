@@ -24,7 +24,7 @@ class GivenModel:
 
     Between trainings it has the modes, gradient checkpointing, hooks and `forward` of the script, and its configuration
     is never told to sample without a cache. What a trainer needs is taken off the model when training or evaluation
-    ends, and put on again when the next one begins. So another trainer of the same model computes in its own precision.
+    ends, and made anew when the next one begins. So another trainer of the same model computes in its own precision.
     """
 
     def __init__(self, model: nn.Module):
@@ -32,8 +32,6 @@ class GivenModel:
         self._config = getattr(self._model, "config", None)
         self._use_cache = getattr(self._config, "use_cache", _ABSENT)
         self._given = _take_off(self._model)
-        self._prepared: dict[str, Any] = {}
-        self._under_wrapper = vars(self._model).get("forward")
 
     def keep_cache(self) -> None:
         """Gives the configuration its `use_cache` back, which `Trainer` sets, and which a saved model would have."""
@@ -53,13 +51,10 @@ class GivenModel:
         """Context of training or evaluation: the model as the trainer has prepared it."""
         model, before = self._model, {module: _ended(module) for module in self._model.modules()}
         given = _take_off(model) or self._given
-        if vars(model).get("forward") is self._under_wrapper:  # no script has replaced it since
-            vars(model).update(self._prepared)
         try:
             yield
         finally:
-            self._prepared = _take_off(model)
-            self._under_wrapper = vars(model).get("forward")
+            _take_off(model)
             vars(model).update(given)
             for module, attributes in before.items():
                 _put_back(module, attributes)
