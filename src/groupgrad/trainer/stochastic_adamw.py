@@ -50,8 +50,8 @@ class StochasticAdamW(torch.optim.Optimizer):
     depends on `seed`, the parameter's index and its step alone, so a resumed run is bitwise equal and all ranks round
     alike.
 
-    A parameter is updated in chunks of `CHUNK` elements, so that no temporary tensor has its size. A CPU draws the same
-    noise for any size of chunks; a GPU draws other noise for another size, so the size is a constant.
+    A contiguous parameter is updated in chunks of `CHUNK` elements, so that no temporary tensor has its size. A CPU
+    draws the same noise for any size of chunks; a GPU draws other noise for another size, so the size is a constant.
     """
 
     def __init__(
@@ -111,16 +111,11 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 
 def _chunks(tensors: Sequence[torch.Tensor], size: int) -> Iterator[Sequence[torch.Tensor]]:
-    """Cuts tensors of one shape alike into views of at most `size` elements, in the order of their elements."""
-    first = tensors[0]
-    if first.numel() <= size:
-        yield tensors
-    elif all(tensor.is_contiguous() for tensor in tensors):
+    """Cuts tensors of one shape alike into views of at most `size` elements; those with gaps in memory stay whole."""
+    if all(tensor.is_contiguous() for tensor in tensors):
         yield from zip(*(tensor.view(-1).split(size) for tensor in tensors))
     else:
-        rows = size * len(first) // first.numel()
-        for parts in zip(*(tensor.split(max(1, rows)) for tensor in tensors)):
-            yield from [parts] if rows else _chunks([part[0] for part in parts], size)
+        yield tensors
 
 
 def _updated(
