@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
-import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,14 +20,9 @@ def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(len(text) % 3) for text in completions]
 
 
-def slow_reward(completions: list[str], **kwargs: Any) -> list[float]:
-    time.sleep(0.6)  # the line shows each phase that lasts for half a second
-    return length_reward(completions)
-
-
 @pytest.fixture
 def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[..., GRPOTrainer]:
-    def make(reward: Callable[..., Any] = length_reward, **settings: Any) -> GRPOTrainer:
+    def make(**settings: Any) -> GRPOTrainer:
         defaults: dict[str, Any] = {
             **SETTINGS,
             "max_steps": 4,
@@ -47,66 +39,13 @@ def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[..., GRPOTrainer]:
         data = Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)])
         return GRPOTrainer(
             model=str(model_dir),
-            reward_funcs=reward,
+            reward_funcs=length_reward,
             args=config,
             train_dataset=data,
             eval_dataset=data.select([0]),
         )
 
     return make
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_the_line_of_a_run_changes_at_most_twice_a_second(
-    make_trainer: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And it is never that of training before anything was sampled."""
-    import fcntl
-    import pty
-    import struct
-    import termios
-
-    main, side = pty.openpty()
-    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 110, 0, 0))
-    chunks: list[bytes] = []
-
-    def read() -> None:
-        while True:
-            try:
-                chunk = os.read(main, 65536)
-            except OSError:  # on Linux, the other end has closed
-                return
-            if not chunk:
-                return
-            chunks.append(chunk)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    monkeypatch.setenv("COLUMNS", "110")
-    trainer = make_trainer(slow_reward)
-    with monkeypatch.context() as patch, os.fdopen(side, "w", buffering=1) as terminal:
-        patch.setattr(sys, "stdout", terminal)
-        patch.setattr(sys, "stderr", terminal)
-        started = time.monotonic()
-        trainer.train()
-        seconds = time.monotonic() - started
-    reader.join(timeout=20)
-    os.close(main)
-    shown = b"".join(chunks).decode()
-    pieces = [piece.strip() for piece in re.split(r"[\r\n]", shown) if piece.strip()]
-    is_frame = [bool(re.search(r"\d/4 \[", piece)) for piece in pieces]
-    frames = [piece for piece, is_one in zip(pieces, is_frame) if is_one]
-    phases = [match[1] for frame in frames if (match := re.search(r"(?:\||\]) (\w+)$", frame))]
-    assert "rewards" in phases, frames
-    assert "training" not in phases[: phases.index("rewards")], frames
-    # A written line wipes the bar, which is drawn anew below it. All other drawings are half a second apart, but for
-    # the first, which tqdm makes by itself, and the last, at the end.
-    drawn = [piece for piece, is_one, behind_one in zip(pieces, is_frame, [True, *is_frame]) if is_one and behind_one]
-    states = [re.sub(r"\[[^]]*\]", "", frame) for frame in drawn]  # without the times, which run on
-    assert sum(one != other for one, other in pairwise(states)) <= 2 * seconds + 2, pieces
-    lines = [line for line in re.split(r"[\r\n]+", shown) if line.strip().startswith("step ")]
-    assert [line.split()[1] for line in lines] == ["2", "4"]
 
 
 def test_a_run_into_a_file_writes_plain_lines_and_no_bar(
