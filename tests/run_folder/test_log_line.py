@@ -62,10 +62,16 @@ def test_an_evaluation_line_names_its_data_set():
         "epoch": 1.0,
     }
     assert format_log(logs, step=20, max_steps=100) == "eval_math  20  reward  0.750  loss  0.0000  len   10.0  3.2 s"
-    assert format_log({"eval_reward": 1.0, "eval_policy_loss": 0.5}, step=1) == "eval 1  reward  1.000"
-    passes = {"eval_reward": 1.0, "eval_pass@1": 0.25, "eval_pass@1_low": 0.2, "eval_pass@1/level=2": 0.3}
+    passes = {
+        "eval_runtime": 2.0,
+        "eval_policy_loss": 0.5,
+        "eval_reward": 1.0,
+        "eval_pass@1": 0.25,
+        "eval_pass@1_low": 0.2,
+        "eval_pass@1/level=2": 0.3,
+    }
     text = format_log({**passes, "eval_maj@8": 0.5}, step=1)
-    assert text == "eval 1  reward  1.000  pass@1 0.250  maj@8 0.500"
+    assert text == "eval 1  reward  1.000  pass@1 0.250  maj@8 0.500  2.0 s"
 
 
 def test_the_end_of_training_is_a_sentence():

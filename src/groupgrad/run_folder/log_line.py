@@ -56,10 +56,8 @@ def format_log(
     counter = f"{step:>{len(str(max_steps))}}" if max_steps > 0 else str(step)
     prefix = _evaluation_prefix(logs)
     if prefix is not None:
-        seconds = logs.get(f"{prefix}_runtime")
         parts = _parts(logs, prefix + "_") + _passes(logs, prefix + "_")
-        tail = [f"{_number(seconds, '.1f')} s"] if seconds is not None else []
-        return _joined(f"{prefix:<4} {counter}", [*parts, *tail], width)
+        return _joined(f"{prefix:<4} {counter}", [*parts, f"{_number(logs[f'{prefix}_runtime'], '.1f')} s"], width)
     parts = _parts(logs, "")
     if not parts:
         rest = [f"{key} {_number(value, '.4g')}" for key, value in logs.items() if key not in ("epoch", "total_flos")]
@@ -93,14 +91,9 @@ def _joined(head: str, parts: list[str], width: int | None) -> str:
 
 
 def _evaluation_prefix(logs: Mapping[str, Any]) -> str | None:
-    # `eval_policy_loss` is a metric of `eval`, not the loss of `eval_policy`. The prefix is therefore taken from the
-    # run time, which every evaluation has; without one, the shortest candidate is taken.
-    for endings in ("runtime", "loss|reward"):
-        matches = [re.fullmatch(rf"((?:eval|test)(?:_[^/]+)?)_(?:{endings})", key) for key in logs]
-        prefixes = [match.group(1) for match in matches if match]
-        if prefixes:
-            return min(prefixes, key=len)
-    return None
+    # Every evaluation has a run time. Other keys do not tell the prefix: `eval_policy_loss` is a metric of `eval`.
+    matches = [re.fullmatch(r"((?:eval|test)(?:_[^/]+)?)_runtime", key) for key in logs]
+    return next((match[1] for match in matches if match), None)
 
 
 def _end_line(logs: Mapping[str, Any], step: int) -> str:
