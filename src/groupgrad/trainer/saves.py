@@ -63,7 +63,8 @@ class Saves:
 
     def begin_training(self) -> None:
         """Collective. Begins anew, without the saves of an earlier training, and deletes unfinished checkpoints."""
-        trainer, run_folder = self._trainer, self._run_folder()
+        trainer = self._trainer
+        run_folder = Path(trainer._get_output_dir(trainer.trial))
         self._end()
         with dist.errors_on_all_ranks():
             if trainer.args.should_save and os.access(run_folder, os.W_OK):
@@ -175,9 +176,6 @@ class Saves:
                     f"step {trainer.state.global_step}: {bad}, so they are not saved; go on from the last checkpoint "
                     "with a lower learning_rate"
                 )
-
-    def _run_folder(self) -> Path:
-        return Path(self._trainer._get_output_dir(self._trainer.trial))
 
     def _end(self, timeout_s: float | None = None) -> None:
         """Waits for what this rank writes, without the other ranks."""
