@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ class RolloutFiles:
     """Files of a rank's rollouts, one a step, whose sizes sum to at most `keep_bytes`.
 
     Where all rows of the steps to come would not fit, whole groups of each step are left out at random, by the run's
-    `seed` and the step, so that the rest of the run gets an even share of the space. `on_thin` is then called once with
-    a sentence that says so. Images go to `images`, a folder whose files count here only if it is the default.
+    `seed` and the step, so that the rest of the run gets an even share of the space; one warning says so. Images go to
+    `images`, a folder whose files count here only if it is the default.
     """
 
     def __init__(
@@ -37,12 +37,11 @@ class RolloutFiles:
         seed: int,
         world_size: int = 1,
         images: Path | None = None,
-        on_thin: Callable[[str], object] = logger.warning,
     ):
         self.folder, self._images_folder = folder, folder.parent / IMAGES if images is None else images
         self._counts_images = images is None
         self._world_size = world_size
-        self._rank, self._keep_bytes, self._seed, self._on_thin = rank, keep_bytes, seed, on_thin
+        self._rank, self._keep_bytes, self._seed = rank, keep_bytes, seed
         self._used: int | None = None
         """Bytes of the rank's files; None before the first write."""
         self._row_bytes: float | None = None
@@ -112,10 +111,11 @@ class RolloutFiles:
     def _thin(self) -> None:
         if not self._has_thinned:
             self._has_thinned = True
-            self._on_thin(
-                f"the rollouts of all steps to come do not fit into rollouts_keep ({bytes_text(self._keep_bytes)} on "
-                f"this rank), so {self.folder} gets a random part of their groups from now on; raise rollouts_keep to "
-                "keep more; said once"
+            logger.warning(
+                "the rollouts of all steps to come do not fit into rollouts_keep (%s on this rank), so %s gets a "
+                "random part of their groups from now on; raise rollouts_keep to keep more; said once",
+                bytes_text(self._keep_bytes),
+                self.folder,
             )
 
     def _bytes_on_disk(self) -> int:

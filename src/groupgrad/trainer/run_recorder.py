@@ -388,7 +388,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
                 seed=args.seed,
                 world_size=dist.world_size(),
                 images=None if phase == "train" else self._folder / run_files.IMAGES,
-                on_thin=lambda text: logger.warning("%s", text),
             )
         return self._files[phase]
 
