@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.kernels import status
 from groupgrad.run_folder.rollout_files import RolloutFiles
 from groupgrad.run_folder.run_files import parse_rollout_file, read_lines
-from groupgrad.trainer.run_recorder import RunRecorder
 
 
 def rollouts(folder: Path) -> list[dict[str, Any]]:
@@ -260,33 +258,3 @@ def test_files_of_ranks_that_are_gone_count(tmp_path):
     options = {"keep_bytes": 1000, "seed": 0}
     used = [RolloutFiles(tmp_path / "rollouts", rank=r, world_size=2, **options)._bytes_on_disk() for r in range(2)]
     assert used == [200, 100]
-
-
-@pytest.mark.slow
-def test_the_record_costs_the_training_thread_less_than_a_hundredth(make_trainer, monkeypatch, capsys):
-    """CPU time of the thread that trains; the rest of the record is made on a thread of its own."""
-    spent = 0.0
-
-    def timed(method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal spent
-            began = time.thread_time()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                spent += time.thread_time() - began
-
-        return call
-
-    for name in ("keep_scores", "on_step_begin", "on_step_end", "on_log"):
-        monkeypatch.setattr(RunRecorder, name, timed(getattr(RunRecorder, name)))
-    for _ in range(3):  # other processes slow single ones down
-        spent, trainer = 0.0, make_trainer(max_steps=40, max_completion_length=48)
-        began = time.thread_time()
-        trainer.train()
-        whole = time.thread_time() - began
-        with capsys.disabled():
-            print(f"\nthe record takes {1e3 * spent / 40:.2f} of {1e3 * whole / 40:.1f} ms a step: {spent / whole:.2%}")
-        if spent < 0.01 * whole:
-            return
-    raise AssertionError("the record takes more than a hundredth of a step")

@@ -150,10 +150,6 @@ def test_half_precision_on_a_cpu_is_told(
     assert printed is None if line is None else printed is not None and re.match(line, printed[1])
 
 
-def test_the_time_of_a_product_grows_with_its_rows() -> None:
-    assert run_summary.product_seconds(torch.float32, rows=4096) > run_summary.product_seconds(torch.float32, rows=16)
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     ("has_instructions", "text"), [(True, "bfloat16 too, where .* 0.5 times"), (False, "float32, since")]

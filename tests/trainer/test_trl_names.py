@@ -105,13 +105,6 @@ def test_appended_metrics_are_logged(make_trainer):
             read(trainer._metrics["train"])
 
 
-@pytest.mark.parametrize("name", NEVER_CALLED)
-def test_a_method_that_is_never_called_is_refused(name):
-    subclass = type("Mine", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(TypeError, match=rf"Mine has methods that groupgrad never calls.*: {name}\. docs"):
-        subclass(model="no model is loaded", reward_funcs=twice, args=GRPOConfig(use_cpu=True, bf16=False))
-
-
 def test_all_methods_that_are_never_called_are_refused_at_once(make_trainer, monkeypatch):
     class Base(GRPOTrainer):
         def _compute_advantages(self, rewards):

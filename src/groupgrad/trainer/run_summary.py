@@ -331,9 +331,9 @@ def half_precision(trainer: Any) -> Finding | None:
     )
 
 
-def product_seconds(dtype: torch.dtype, *, rows: int = 256, width: int = 512) -> float:
-    """The time of a product of a (rows, width) and a (width, width) matrix on the CPU, the shortest of five."""
-    inputs, weight = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+def product_seconds(dtype: torch.dtype) -> float:
+    """The time of a product of a (256, 512) and a (512, 512) matrix on the CPU, the shortest of five."""
+    inputs, weight = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
     seconds = []
     with torch.autocast("cpu", enabled=False):
         for _ in range(5):
