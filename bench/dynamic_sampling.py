@@ -18,13 +18,13 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from datasets import Dataset
+from demo_accuracy import evaluate
 from transformers.utils import logging as transformers_logging
 
 from groupgrad import GRPOTrainer
 from groupgrad.apps.demo.run import make_config
 from groupgrad.apps.demo.task import (
     correctness_reward,
-    evaluate,
     make_model,
     make_splits,
     make_tokenizer,

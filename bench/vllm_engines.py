@@ -114,6 +114,7 @@ def vllm_server(model: Path) -> Iterator[str]:
 
 def measure(options: argparse.Namespace) -> Measured:
     """Results of all engines on the demo's task; they take turns of a few steps."""
+    from demo_accuracy import evaluate
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from groupgrad.apps.demo import task
@@ -121,7 +122,7 @@ def measure(options: argparse.Namespace) -> Measured:
     machine, folder = describe_machine(), demo_base(options.seed)
     held_out = task.make_splits(options.seed).held_out
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    before = task.evaluate(AutoModelForCausalLM.from_pretrained(folder), tokenizer, held_out, seed=options.seed)
+    before = evaluate(AutoModelForCausalLM.from_pretrained(folder), tokenizer, held_out, seed=options.seed)
     print(f"before: {before.accuracy:.1%} of {len(held_out)} held-out prompts", flush=True)
     workers: dict[str, Worker] = {}
     results: dict[str, Measured] = {}

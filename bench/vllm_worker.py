@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from datasets import Dataset
+from demo_accuracy import evaluate
 from plumbing import open_answers, send
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -77,11 +78,11 @@ def train(options: argparse.Namespace, answers: TextIO) -> None:
     trainer.train()
     trainer.save_model(str(options.output))
     model = AutoModelForCausalLM.from_pretrained(options.output)
-    after = demo.measure(model, tokenizer, splits.held_out, options.seed)
+    sampled = evaluate(model, tokenizer, splits.held_out, seed=options.seed)
     result = {
-        "accuracy": after.sampled.accuracy,
-        "greedy": after.greedy.accuracy,
-        "format": after.sampled.format_rate,
+        "accuracy": sampled.accuracy,
+        "greedy": evaluate(model, tokenizer, splits.held_out, greedy=True).accuracy,
+        "format": sampled.format_rate,
         "log_history": trainer.state.log_history,
     }
     send(answers, event="steps", step=options.steps, logged=last_log(trainer.state.log_history), result=result)

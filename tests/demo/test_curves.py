@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import builtins
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -78,16 +76,3 @@ def test_no_reward_is_an_error(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match=r"1 events and no `reward`"):
         curves.plot_rewards([{"step": 1, "loss": 0.0}], tmp_path / "reward.png")
-
-
-def test_without_matplotlib_the_error_names_the_package(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        curves.plot_rewards(HISTORY, tmp_path / "reward.png")

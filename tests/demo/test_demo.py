@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 
-import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,13 +17,6 @@ from groupgrad.apps.demo import task
 @pytest.fixture(scope="module")
 def tokenizer():
     return task.make_tokenizer()
-
-
-def test_a_problem_and_its_careful_demonstration():
-    problem = task.Problem((3, 5, 7, 2))
-    assert problem.row() == {"prompt": "3+5+7+2=", "solution": 17}
-    text = task.demonstrate(problem, "careful", random.Random(0))
-    assert text == "<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
 
 
 def test_splits_share_no_prompt_cover_all_problems_and_follow_the_seed():
@@ -54,12 +46,6 @@ def test_habits_earn_what_they_should(habit, right_share, format_share):
     assert sum(task.format_reward(texts)) / 400 == format_share
 
 
-def test_honest_base_cannot_meet_the_target():
-    """The share of right answers that a perfect imitator of the demonstrations would give is under the demo's limit."""
-    assert sum(task.HABITS.values()) == pytest.approx(1.0)
-    assert task.HABITS["careful"] + task.HABITS["guess"] / 5 < 0.40
-
-
 @pytest.mark.parametrize(
     ("text", "right", "formatted"),
     [
@@ -80,9 +66,12 @@ def test_rewards_by_hand(text, right, formatted):
 
 
 def test_tokenizer_round_trip_and_special_tokens(tokenizer, tmp_path):
-    text = "3+5+7+2=<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
+    problem = task.Problem((3, 5, 7, 2))
+    assert problem.row() == {"prompt": "3+5+7+2=", "solution": 17}
+    text = "3+5+7+2=" + task.demonstrate(problem, "careful", random.Random(0))
+    assert text == "3+5+7+2=<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
     ids = tokenizer(text)["input_ids"]
-    assert len(ids) == 8 + 26
+    assert len(ids) == 8 + 26 < 8 + task.MAX_COMPLETION_LENGTH
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert tokenizer(text + task.EOS)["input_ids"] == [*ids, tokenizer.eos_token_id]
     tokenizer.save_pretrained(tmp_path)
@@ -90,11 +79,6 @@ def test_tokenizer_round_trip_and_special_tokens(tokenizer, tmp_path):
     assert again(text)["input_ids"] == ids
     assert again.decode(ids) == text
     assert (again.pad_token, again.eos_token, again.padding_side) == (task.PAD, task.EOS, "left")
-
-
-def test_longest_demonstration_fits_the_completion_length(tokenizer):
-    text = task.demonstrate(task.Problem((9, 9, 9, 9)), "careful", random.Random(0))
-    assert len(tokenizer(text + task.EOS)["input_ids"]) == 29 < task.MAX_COMPLETION_LENGTH
 
 
 def test_demonstration_batches_label_only_the_completion(tokenizer):
@@ -117,48 +101,19 @@ def test_warm_up_learns_the_format_first(tokenizer):
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
-def test_evaluate_grades_what_the_model_says(tokenizer):
-    model = task.make_model(tokenizer, seed=0)
-    problems = task.make_splits(0).held_out[:20]
-    state = torch.get_rng_state()
-    score = task.evaluate(model, tokenizer, problems, seed=5, batch_size=8)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len(score.completions) == 20
-    assert score.accuracy == sum(task.correctness_reward(score.completions, [p.solution for p in problems])) / 20
-    assert score == task.evaluate(model, tokenizer, problems, seed=5, batch_size=8)
-
-
 def test_demo_runs_and_writes_what_it_promises(tmp_path, capsys):
     """A run that is far too short to reach the target: it says so, fails, and leaves every file behind."""
     arguments = ["--tiny", "--output_dir", str(tmp_path), "--warm_up_steps", "1", "--grpo_steps", "1"]
     assert main(["demo", *arguments]) == 1
-    assert "Missed:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "512 held-out questions, one answer each" in shown and "Missed: accuracy should go to at least 85%" in shown
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert 0 <= events[0]["reward"] <= 2
+    assert any(0 <= event.get("reward", -1) <= 2 for event in events)
     assert (tmp_path / "rewards.png").is_file() == demo.DRAWS
     assert not demo.DRAWS or (tmp_path / "rewards.png").stat().st_size > 10_000
-    (table,) = (tmp_path / "completions").glob("*.parquet")
-    rows = pd.read_parquet(table)
-    assert len(rows) == 256
-    held_out = {problem.prompt for problem in task.make_splits(0).held_out}
-    assert held_out.isdisjoint(rows["prompt"])
+    tables = [demo.answers(tmp_path, step, "correctness_reward") for step in (0, 1)]
+    assert [list(table["question"]) for table in tables] == [[p.prompt for p in task.make_splits(0).held_out]] * 2
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == 132_672
-
-
-@pytest.mark.parametrize(("before", "after", "status"), [(0.40, 0.85, 0), (0.41, 0.95, 1), (0.20, 0.84, 1)])
-@pytest.mark.parametrize("draws", [True, False])
-def test_the_report_fails_if_a_target_is_missed(tmp_path, capsys, monkeypatch, draws, before, after, status):
-    """Without matplotlib the report names no picture and says how to get one."""
-
-    def measured(accuracy):
-        score = task.Score(accuracy=accuracy, format_rate=0.5, completions=[""])
-        return demo.Measured(sampled=score, greedy=score)
-
-    monkeypatch.setattr(demo, "DRAWS", draws)
-    problems = [task.Problem((1, 2, 3, 4))]
-    assert demo.report(measured(before), measured(after), problems, demo.Timings(), tmp_path) == status
-    shown = capsys.readouterr().out
-    assert ("pip install 'groupgrad[plot]'" in shown) is ("rewards.png" not in shown) is not draws
 
 
 def test_seconds_of_a_step() -> None:

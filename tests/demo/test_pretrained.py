@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -34,7 +35,7 @@ def test_it_trains_reports_and_can_be_repeated(tmp_path: Path, capsys: pytest.Ca
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if "eval_reward" in event] == [0, 1]
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
-    held_out = set(pretrained.answers(folder, 1)["question"])
+    held_out = set(run.answers(folder, 1, "last_number_is_right")["question"])
     trained = pd.read_parquet(folder / "completions" / "completions_00001.parquet")
     assert len(trained) == 32 and held_out.isdisjoint(messages[-1]["content"] for messages in trained["prompt"])
     assert main(["replay", str(folder), "--step", "1", "--row", "0"]) == 0
@@ -51,7 +52,7 @@ def test_the_model_of_the_wheel_answers_in_language(
     main(["demo", "--output-dir", str(tmp_path), "--grpo-steps", "1"])
     assert "SmolLM2-135M-Instruct: 134,515,008 parameters" in capsys.readouterr().out
     for step in (0, 1):
-        words = " ".join(pretrained.answers(tmp_path, step)["answer"]).split()
+        words = " ".join(run.answers(tmp_path, step, "last_number_is_right")["answer"]).split()
         assert sum(word.isalpha() for word in words) > 20, words
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == 134_515_008
 
@@ -97,12 +98,17 @@ def test_questions_are_sums_and_none_is_in_both_sets() -> None:
     assert sum(numbers) == first["solution"]
 
 
-@pytest.mark.parametrize(("before", "after", "status"), [(1, 5, 0), (2, 5, 1), (1, 4, 1), (0, 5, 0)])
-def test_the_report_fails_if_a_promise_is_missed(tmp_path, capsys, before: int, after: int, status: int) -> None:
-    def table(right: int) -> pd.DataFrame:
-        return pd.DataFrame(
-            {"question": ["?"] * 10, "answer": ["1\n2"] * 10, "right": [1.0] * right + [0.0] * (10 - right)}
-        )
+@pytest.mark.parametrize(("before", "after", "is_met"), [(1, 5, True), (2, 5, False), (1, 4, False), (0, 5, True)])
+def test_the_report_fails_if_a_promise_is_missed(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, before: int, after: int, is_met: bool
+) -> None:
+    """Without matplotlib the report names no picture and says how to get one."""
+    monkeypatch.setattr(run, "DRAWS", is_met)
 
-    assert pretrained.report(table(before), table(after), run.Timings(), tmp_path) == status
-    assert ("Met: " in capsys.readouterr().out) is (status == 0)
+    def table(right: int) -> pd.DataFrame:
+        return pd.DataFrame({"question": "?", "answer": "1\n2", "right": [1.0] * right + [0.0] * (10 - right)})
+
+    status = run.report(table(before), table(after), run.Timings(), tmp_path, pretrained.PROMISE)
+    shown = capsys.readouterr().out
+    assert (status, "Met: " in shown) == (0 if is_met else 1, is_met)
+    assert ("pip install 'groupgrad[plot]'" in shown) is ("rewards.png" not in shown) is not is_met

@@ -24,11 +24,9 @@ def plot_rewards(log_history: Sequence[Mapping[str, Any]], path: str | Path) -> 
     `log_history` is the trainer state's list of log events. Evaluations (`eval_reward`, `eval_<name>_reward`) are drawn
     as points. ValueError for a history without rewards; ImportError without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing the reward curve needs matplotlib; run `pip install matplotlib`") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     reward = series(log_history, "reward")
     keys = dict.fromkeys(key for event in log_history for key in event)
     evaluations = {key: series(log_history, key) for key in keys if re.fullmatch(r"eval(_[^/]+)?_reward", key)}
