@@ -245,7 +245,7 @@ def test_a_text_that_calls_nothing_ends_the_run(reward):
         ("def test_half(value):\n    assert half(value) == 2", "has test_half, whose argument 'value' only pytest"),
         (
             "import pytest\n@pytest.mark.parametrize('x', [4])\ndef test_half(x):\n    assert half(x) == 2",
-            "has test_half, whose arguments only pytest",
+            "has test_half, whose argument 'x' only pytest",
         ),
     ):
         with pytest.raises(RewardError, match=f"code_reward: the test .* of the data set {problem}"):

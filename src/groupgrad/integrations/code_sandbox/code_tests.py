@@ -65,29 +65,16 @@ class CodeTester:
         return kind in ("timeout", "unusable") or (self.stops_at_failure and kind == "failed")
 
     async def _run_script(self, code: str, text: str, expected: str) -> Outcome:
-        limits = {"cpu_s": self.timeout_s, "output_bytes": self.output_bytes}
-        async with self.sandbox.run("run_script", code, **limits) as process:
-            process.stdin.write(text.encode(errors="replace"))
-            process.stdin.write_eof()
-            output = bytearray()
-            try:
-                await asyncio.wait_for(self._read(process, output), self.timeout_s)
-            except asyncio.TimeoutError:
-                return Outcome("timeout", f"no end after {self.timeout_s:g} s")
-            if len(output) > self.output_bytes:
-                return Outcome("failed", f"wrote more than {self.output_bytes} bytes")
-            if process.returncode != 0:
-                return Outcome("failed", f"ended with code {process.returncode}")
-            is_right = _lines(output.decode(errors="replace")) == _lines(expected)
-            return Outcome("passed") if is_right else Outcome("failed", "wrote something else")
-
-    async def _read(self, process: Any, output: bytearray) -> None:
-        """Collects output until the script ends or has written too much."""
-        while part := await process.stdout.read(1 << 16):
-            output += part
-            if len(output) > self.output_bytes:
-                return
-        await process.wait()
+        try:
+            output, exit_code = await self.sandbox.run_script(code, text, self.timeout_s, self.output_bytes)
+        except asyncio.TimeoutError:
+            return Outcome("timeout", f"no end after {self.timeout_s:g} s")
+        if len(output) > self.output_bytes:
+            return Outcome("failed", f"wrote more than {self.output_bytes} bytes")
+        if exit_code != 0:
+            return Outcome("failed", f"ended with code {exit_code}")
+        is_right = _lines(output.decode(errors="replace")) == _lines(expected)
+        return Outcome("passed") if is_right else Outcome("failed", "wrote something else")
 
     async def _run_session(self, code: str, tests: Sequence[str]) -> AsyncGenerator[Outcome, None]:
         """Runs tests until the code's process ends; at least one outcome."""

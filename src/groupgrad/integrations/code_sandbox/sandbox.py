@@ -132,6 +132,17 @@ class Sandbox:
         message = (await process.stderr.read()).decode(errors="replace").strip()
         raise SandboxError(f"a sandbox did not start {START_ATTEMPTS} times ({self.mechanism}): {message}")
 
+    async def run_script(self, code: str, text: str, timeout_s: float, output_bytes: int) -> tuple[bytes, int | None]:
+        """Runs code as a script with a text on standard input.
+
+        Returns what it wrote, up to a little more than `output_bytes`, and its exit code, None if it was still running.
+        TimeoutError after `timeout_s` seconds.
+        """
+        async with self.run("run_script", code, cpu_s=timeout_s, output_bytes=output_bytes) as process:
+            process.stdin.write(text.encode(errors="replace"))
+            process.stdin.write_eof()
+            return await asyncio.wait_for(_output_of(process, output_bytes), timeout_s)
+
     def _probe(self) -> str | None:
         """Tries to break out. None if the sandbox holds, else what is wrong."""
         if not sys.platform.startswith("linux"):
@@ -221,6 +232,16 @@ async def _is_ready(process: Any) -> bool:
         return await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S) == b"ready\n"
     except (asyncio.TimeoutError, ValueError):
         return False
+
+
+async def _output_of(process: Any, output_bytes: int) -> tuple[bytes, int | None]:
+    """The output of a process and its exit code, as soon as it has ended or has written too much."""
+    output = bytearray()
+    while part := await process.stdout.read(1 << 16):
+        output += part
+        if len(output) > output_bytes:
+            return bytes(output), None
+    return bytes(output), await process.wait()
 
 
 async def _end(process: Any) -> None:

@@ -68,29 +68,28 @@ def run_tests(tests: list[str]) -> None:
         return
     peer.send({"loaded": True})
     for number, test in enumerate(tests):
+        verdict: dict[str, Any] = {"passed": False}
         try:
             tree = ast.parse(test)
             program = _compiled(tree, f"<test {number}>")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             why = f"is no Python ({_describe(error)}), so that no code can pass it; repair the row"
-            peer.send({"passed": False, "why": why, "invalid": True})
-            continue
-        uncalled_tests = _UncalledTests(tree)
-        if uncalled_tests.problem:
-            peer.send({"passed": False, "why": uncalled_tests.problem, "invalid": True})
+            peer.send({**verdict, "why": why, "invalid": True})
             continue
         why = ""
         try:
             scope = _scope_of_test(tree, hello, peer)
             exec(program, scope)
-            uncalled_tests.run(scope)
+            _run_uncalled_tests(tree, scope)
+        except NoTest as error:
+            why, verdict["invalid"] = str(error), True
         except SystemExit as error:  # a test that ends with unittest.main()
             why = f"SystemExit: {int(error.code) if isinstance(error.code, bool) else error.code}" if error.code else ""
         except BaseException as error:
             why = _describe(error) or "an error"
         if peer.is_closed:  # a test may have caught the error that says so
             why = "the process of the code has ended"
-        peer.send({"passed": not why, "why": why, "gone": peer.is_closed})
+        peer.send({**verdict, "passed": not why, "why": why, "gone": peer.is_closed})
         if peer.is_closed:
             return
 
@@ -235,35 +234,8 @@ class Remote:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._ask("call", list(arguments), keywords)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("setitem", key, value)
-
-    def __iter__(self) -> Any:
-        return self._ask("iter")
-
-    def __next__(self) -> Any:
-        return self._ask("next")
-
-    def __aiter__(self) -> Any:
-        return self._ask("aiter")
-
     async def __anext__(self) -> Any:
         return self._ask("anext")
-
-    def __len__(self) -> int:
-        return self._ask("len")
-
-    def __bool__(self) -> bool:
-        return self._ask("bool")
-
-    def __str__(self) -> str:
-        return self._ask("str")
-
-    def __repr__(self) -> str:
-        return self._ask("repr")
 
     def __instancecheck__(self, instance: Any) -> bool:
         return type(instance) is Remote and self._ask("isinstance", instance)
@@ -275,6 +247,10 @@ class Remote:
         return object.__getattribute__(self, "_number")
 
 
+def _forwarded(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._ask(name, *arguments)
+
+
 def _binary(name: str) -> Callable[[Remote, Any], Any]:
     def ask(self: Remote, other: Any) -> Any:
         if type(other) is not Remote:
@@ -284,6 +260,8 @@ def _binary(name: str) -> Callable[[Remote, Any], Any]:
     return ask
 
 
+for _name in ("getitem", "setitem", "iter", "next", "aiter", "len", "bool", "str", "repr"):
+    setattr(Remote, f"__{_name}__", _forwarded(_name))
 for _name in BINARY:
     setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name))
 Remote.__doc__ = property(lambda self: self._ask("getattr", "__doc__"))  # pyright: ignore[reportAttributeAccessIssue]
@@ -323,95 +301,64 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class _UncalledTests:
-    """Test functions and test classes that a test's text defines and never calls, as texts for pytest or unittest do.
+class NoTest(Exception):
+    """A text that cannot be used as a test; the message says why."""
 
-    They are run as those would run them. `problem` says why a text cannot be used: a function of it needs pytest, or
-    it defines other names and calls nothing, so that every code would pass.
+
+def _run_uncalled_tests(tree: Any, scope: dict[str, Any]) -> None:
+    """Runs test functions and test classes that a text has defined and never uses, as pytest and unittest would.
+
+    Raises what they raise, AssertionError if one fails in another way. NoTest for a function that needs pytest, and for
+    a text that defines other names and calls nothing, so that every code would pass.
     """
+    import ast
 
-    def __init__(self, tree: Any):
-        import ast
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined = [node.name for node in tree.body if isinstance(node, definitions)]
+    tests = [scope[name] for name in defined if name not in used and name in scope and _test_names(name, scope[name])]
+    if defined and not tests and all(map(_is_declaration, tree.body)):
+        names = " and ".join(defined)
+        raise NoTest(f"defines {names} and calls nothing, so that every code passes it; end it with the call")
+    for test in tests:
+        if not isinstance(test, type):
+            _call(test)
+        elif hasattr(test, "assertEqual"):
+            import unittest
 
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        defined = [
-            node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        ]
-        self.problem = ""
-        self._names: list[str] = []
-        for node in defined:
-            methods = [member for member in getattr(node, "body", []) if _is_test(member)]
-            tests = methods if isinstance(node, ast.ClassDef) else [node] if _is_test(node) else []
-            may_inherit = isinstance(node, ast.ClassDef) and bool(node.bases)
-            if node.name in used or not (tests or may_inherit) or _calls_unittest(tree):
-                continue
-            self._names.append(node.name)
-            for function in tests:
-                self.problem = self.problem or _only_for_pytest(function, is_method=function is not node)
-        if defined and not self._names and all(map(_is_declaration, tree.body)):
-            names = " and ".join(node.name for node in defined)
-            self.problem = f"defines {names} and calls nothing, so that every code passes it; end it with the call"
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(test).run(result)
+            for case, trace in (*result.errors, *result.failures):
+                raise AssertionError(f"{case.id()}: {trace.strip().splitlines()[-1]}")
+            if result.unexpectedSuccesses:
+                raise AssertionError(f"{result.unexpectedSuccesses[0].id()}: expected to fail, and passed")
+        else:
+            for name in _test_names("", test):
+                instance = test()
+                getattr(instance, "setup_method", lambda: None)()
+                _call(getattr(instance, name))
 
-    def run(self, scope: dict[str, Any]) -> None:
-        """Runs them in the scope of the test. AssertionError, or what they raise, if one fails."""
-        for value in (scope[name] for name in self._names if name in scope):
-            if not isinstance(value, type):
-                _call(value)
-            elif hasattr(value, "assertEqual"):
-                import unittest
 
-                result = unittest.TestResult()
-                unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
-                for test, trace in (*result.errors, *result.failures):
-                    raise AssertionError(f"{test.id()}: {trace.strip().splitlines()[-1]}")
-                if result.unexpectedSuccesses:
-                    raise AssertionError(f"{result.unexpectedSuccesses[0].id()}: expected to fail, and passed")
-            else:
-                for name in [name for name in dir(value) if name.startswith("test")]:
-                    instance = value()
-                    getattr(instance, "setup_method", lambda: None)()
-                    _call(getattr(instance, name))
+def _test_names(name: str, value: Any) -> list[str]:
+    """The name of a test function, or those of the test methods of a class."""
+    return [each for each in (dir(value) if isinstance(value, type) else [name]) if each.startswith("test")]
 
 
 def _call(function: Callable[[], Any]) -> None:
+    import inspect
+
+    # A decorator may fill arguments, as those of unittest.mock do.
+    for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
+        if parameter.default is parameter.empty and parameter.kind not in (2, 4):  # *args, **kwargs
+            raise NoTest(
+                f"has {function.__name__}, whose argument {name!r} only pytest could fill; write a test without "
+                "arguments"
+            )
     returned = function()
     if isinstance(returned, types.CoroutineType):
         import asyncio
 
         asyncio.run(returned)
-
-
-def _is_test(node: Any) -> bool:
-    return node.__class__.__name__ in ("FunctionDef", "AsyncFunctionDef") and node.name.startswith("test")
-
-
-def _calls_unittest(tree: Any) -> bool:
-    import ast
-
-    nodes = list(ast.walk(tree))
-    imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "unittest"]
-    called = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "main"]
-    return any(getattr(node.value, "id", "") == "unittest" for node in called) or any(
-        alias.name == "main" for node in imported for alias in node.names
-    )
-
-
-def _only_for_pytest(function: Any, is_method: bool) -> str:
-    """Why only pytest could call a test function; empty if it can be called without arguments."""
-    import ast
-
-    takes, decorators = function.args, list(map(ast.unparse, function.decorator_list))
-    if any("parametrize" in decorator for decorator in decorators):
-        return f"has {function.name}, whose arguments only pytest could fill; write one test for each case"
-    if decorators and decorators != ["staticmethod"]:  # which may fill arguments, as those of unittest.mock do
-        return ""
-    names = [argument.arg for argument in (*takes.posonlyargs, *takes.args)]
-    names = names[: len(names) - len(takes.defaults)]
-    names = names[1:] if is_method and not decorators else names
-    names += [argument.arg for argument, default in zip(takes.kwonlyargs, takes.kw_defaults) if default is None]
-    if not names:
-        return ""
-    return f"has {function.name}, whose argument {names[0]!r} only pytest could fill; write a test without arguments"
 
 
 def _is_declaration(statement: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from groupgrad.integrations.code_sandbox.sandbox import Limits, Sandbox
 
@@ -63,27 +63,13 @@ class SandboxedShell:
 
     def run(self, command: str) -> Done:
         """Runs a command of the shell; files are kept as they were if it does not end in time."""
-        return asyncio.run(self._run(command))
-
-    async def _run(self, command: str) -> Done:
-        given = json.dumps({"files": self.files, "command": command}).encode()
-        limits = {"cpu_s": self._timeout_s, "output_bytes": self._output_bytes}
-        async with self._sandbox.run("run_script", _SCRIPT, **limits) as process:
-            process.stdin.write(given)
-            process.stdin.write_eof()
-            try:
-                output = await asyncio.wait_for(self._read(process), self._timeout_s)
-            except asyncio.TimeoutError:
-                return Done(124, f"no end after {self._timeout_s:g} s")
+        given = json.dumps({"files": self.files, "command": command})
+        try:
+            output, _ = asyncio.run(self._sandbox.run_script(_SCRIPT, given, self._timeout_s, self._output_bytes))
+        except asyncio.TimeoutError:
+            return Done(124, f"no end after {self._timeout_s:g} s")
         if len(output) > self._output_bytes or not output.endswith(b"\n"):
             return Done(125, f"the command wrote more than {self._output_bytes} bytes, or took more than it may")
         found = json.loads(output)
         self.files = found["files"]
         return Done(found["status"], found["output"])
-
-    async def _read(self, process: Any) -> bytes:
-        """The output of the script, up to its end or the limit."""
-        output = bytearray()
-        while len(output) <= self._output_bytes and (part := await process.stdout.read(1 << 16)):
-            output += part
-        return bytes(output)
