@@ -20,9 +20,6 @@ _NAME_KEYS = ("name", "tool_name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null"}
 _PYTHON_CONSTANTS = {"None": None, "True": True, "False": False}
-_COMMA = re.compile(r"\s*,?\s*")
-_VALUE_END = re.compile(r"[,}\]]")
-_KEY_END = re.compile(":")
 
 
 def skip(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -48,60 +45,35 @@ def decode_braced(text: str, at: int, *, quote: str) -> tuple[Any, int]:
     """The object of `{key:value}` arguments at `at`, as the Gemma family writes them, and the index after it.
 
     ValueError if it is malformed. Texts stand between `quote` marks; without them a value is a JSON literal, a Python
-    constant, or itself a text.
+    constant, or itself a text. It is rewritten as JSON, piece by piece.
     """
-    try:
-        return _decode_braced_value(text, skip(_SPACE, text, at), quote)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _decode_braced_value(text: str, at: int, quote: str) -> tuple[Any, int]:
-    if text.startswith(("{", "["), at):
-        return _decode_braced_items(text, at, quote)
-    value, is_quoted, end = _decode_braced_text(text, at, quote, _VALUE_END)
-    if is_quoted:
-        return value, end
-    try:
-        return json.loads(value), end
-    except ValueError:
-        return _PYTHON_CONSTANTS.get(value, value), end
-
-
-def _decode_braced_items(text: str, at: int, quote: str) -> tuple[Any, int]:
-    """Decodes an object or a list. Commas may be missing where an item ends with a quote or bracket."""
-    is_object = text[at] == "{"
-    closing = "}" if is_object else "]"
-    keys: list[str] = []
-    values: list[Any] = []
-    at = skip(_COMMA, text, at + 1)
-    while not text.startswith(closing, at):
-        if text.startswith(("}", "]"), at):
-            raise ValueError(f"{text[at]} where {closing} or a value should stand")
-        if is_object:
-            key, is_quoted, at = _decode_braced_text(text, at, quote, _KEY_END)
-            keys.append(key if is_quoted else key.strip('"'))
-            at = skip(_SPACE, text, at)
-            if not text.startswith(":", at):
-                raise ValueError(f"a colon is missing behind the key {keys[-1]!r}")
-            at = skip(_SPACE, text, at + 1)
-        value, at = _decode_braced_value(text, at, quote)
-        values.append(value)
-        at = skip(_COMMA, text, at)
-    return dict(zip(keys, values)) if is_object else values, at + 1
-
-
-def _decode_braced_text(text: str, at: int, quote: str, bare_end: re.Pattern[str]) -> tuple[str, bool, int]:
-    """A text, True if it stands between quote marks, and the index after it; a bare text ends before `bare_end`."""
-    if quote and text.startswith(quote, at):
-        start = at + len(quote)
-        if (end := text.find(quote, start)) < 0:
+    mark = re.escape(quote)
+    piece = re.compile(
+        rf"\s*(?:{mark}(?P<quoted>.*?){mark}|(?P<mark>[{{}}\[\]:,])|(?P<bare>[^{{}}\[\]:,]+))", re.DOTALL
+    )
+    written, depth = "", 0
+    while (found := piece.match(text, at)) and (depth or not written):
+        at = found.end()
+        if found["mark"]:
+            written += found["mark"]
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found["mark"], 0)
+        elif found["bare"] is None:
+            written += json.dumps(found["quoted"])
+        elif quote in found["bare"]:
             raise ValueError("a text is not closed")
-        return text[start:end], True, end + len(quote)
-    match = bare_end.search(text, at)
-    if match is None:
-        raise ValueError("it ends too early")
-    return text[at : match.start()].strip(), False, match.start()
+        else:
+            written += _bare_as_json(found["bare"].strip(), is_key=text.startswith(":", at))
+    return decode_json(written)[0], at
+
+
+def _bare_as_json(text: str, *, is_key: bool) -> str:
+    if is_key:
+        return json.dumps(text.strip('"'))
+    try:
+        json.loads(text)
+    except ValueError:
+        return json.dumps(_PYTHON_CONSTANTS.get(text, text)) if text else ""
+    return text
 
 
 def call_from_value(value: Any) -> ToolCall:
