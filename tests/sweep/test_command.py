@@ -155,7 +155,7 @@ def test_a_base_is_read_from_the_file_or_another_one(tmp_path, monkeypatch):
         ({"base": None}, "base=None; set it to settings of `groupgrad train`"),
         ({"output_dir": None}, "output_dir is not set"),
         ({"halvnig": True}, "unknown key 'halvnig'; did you mean 'halving'"),
-        ({"devices": "al"}, "devices='al' names no device; set it to"),
+        ({"devices": "al"}, "devices='al' does not name devices, each once; set it to"),
         ({"devices": [0]}, "devices=[0] names GPUs, but the sweep trains on the CPU (use_cpu)"),
         ({"vary": {"learning_rat": [1, 2]}}, "unknown field 'learning_rat'; did you mean learning_rate?"),
         ({"vary": {"learning_rate": ["fast", 2]}}, "learning_rate='fast'"),

@@ -85,5 +85,3 @@ def test_equal_arms_are_called_clearly_worse_no_more_often_than_stated():
 
 def test_the_steps_behind_the_last_rung_are_compared():
     assert [compared_steps(step, [5, 10, 20]) for step in (5, 10, 20)] == [2, 7, 15]
-    with pytest.raises(ValueError, match="metric='rewrad' is no reward of the arms; set it to one of reward"):
-        judge(arms(), "rewrad", Halving(), 1)

@@ -51,13 +51,10 @@ def test_a_number_means_processes_where_arms_train_on_the_cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "num_gpus", "text"),
     [
-        (0, 2, "devices=0 names no device; set it to"),
-        (True, 2, "devices=True names no device"),
-        ("two", 2, "devices='two' names no device"),
-        ([], 2, "names no device"),
-        ([0, "1"], 2, "holds something else than indices"),
-        ([0, -1], 2, "holds something else than indices"),
-        ([1, 1], 2, r"devices=\[1, 1\] names GPU 1 twice"),
+        *(
+            (given, 2, "does not name devices, each once; set it to")
+            for given in (0, True, "two", [], [0, "1"], [0, -1], [1, 1])
+        ),
         (3, 2, "devices=3 needs GPU 2, but GPUs 0 to 1 are visible here"),
         ([4], 1, r"devices=\[4\] needs GPU 4, but GPU 0 alone is visible"),
         ("all", 0, "devices='all' names GPUs, but no GPU is visible; set it to a number of worker processes"),
@@ -72,14 +69,6 @@ def test_devices_that_the_machine_does_not_have_are_refused(monkeypatch, given, 
         find_devices(given, on_cpu=False)
 
 
-def test_devices_are_checked_before_the_sweep_has_a_folder(make_sweep, tools, tmp_path):
-    with pytest.raises(ValueError, match="devices=5000 is more than"):
-        make_sweep(tools.rates, devices=5000)
-    with pytest.raises(ValueError, match=r"devices=\[0\] names GPUs, but the sweep trains on the CPU \(use_cpu\)"):
-        make_sweep(tools.rates, devices=[0])
-    assert not (tmp_path / "sweep").exists()
-
-
 def test_what_cannot_be_sent_to_a_worker_is_refused(make_sweep, tools, tmp_path):
     lock = threading.Lock()
 
@@ -87,6 +76,8 @@ def test_what_cannot_be_sent_to_a_worker_is_refused(make_sweep, tools, tmp_path)
         with lock:
             return [0.0] * len(completions)
 
+    with pytest.raises(ValueError, match="devices=5000 is more than"):
+        make_sweep(tools.rates, devices=5000)
     with pytest.raises(ValueError, match=r"reward_funcs=\[<function .*locked.*cannot be sent to a worker process"):
         make_sweep(tools.rates, devices=1, reward_funcs=[locked])
     assert not (tmp_path / "sweep").exists()

@@ -32,8 +32,7 @@ from groupgrad.kernels.threads import limit_spinning
 from groupgrad.memory.memory_guards import memory_guard, obstacle_to_cutting
 from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.models import load
-from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted, leaves_base_unchanged
-from groupgrad.models.base_models import separate_trained, shared_base
+from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.models.liger import apply_kernels
 from groupgrad.models.model_names import folder_as_text, model_source
 from groupgrad.models.policy_checks import check_language_model, check_vocabulary
@@ -102,12 +101,11 @@ def build_policy(
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
     with without_accelerate():
-        model = _load_base(folder_as_text(model), config, quantization_config, peft_config)
+        model = _load_model(folder_as_text(model), config, quantization_config)
     check_language_model(model)
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config, keep_dtype=config.stochastic_rounding)
-        separate_trained(model)
     check_adapter(model)
     given = GivenModel(model)
     if config.use_liger_kernel:
@@ -511,18 +509,6 @@ def sampler_logprobs(
     """The reader of the engine's numbers; vLLM samples from weights of its own."""
     rollouts, correction = components.collector.rollouts, components.policy_options.mismatch
     return SamplerLogprobs(rollouts, model, rounding, correction, samples_policy=vllm_policy is None)
-
-
-def _load_base(model: Any, config: GRPOConfig, quantization_config: Any, peft_config: Any) -> nn.Module:
-    """The model that trains or that gets an adapter. Arms of a sweep that train adapters on a CPU share it."""
-    options = repr(mapping(config.model_init_kwargs)), config.trust_remote_code, config.seed
-    is_frozen = peft_config is not None and quantization_config is None and config.device.type == "cpu"
-    return shared_base(
-        model,
-        options,
-        partial(_load_model, model, config, quantization_config),
-        is_frozen=is_frozen and leaves_base_unchanged(peft_config),
-    )
 
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:

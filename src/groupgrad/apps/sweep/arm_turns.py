@@ -22,7 +22,6 @@ from groupgrad.apps.sweep.sharing import SharedWeights
 from groupgrad.apps.sweep.store import DONE, FAILED, WAITING, Arm, Store
 from groupgrad.apps.sweep.sweep_plan import SweepPlan, arm_settings
 from groupgrad.errors import CheckpointNotSaved
-from groupgrad.models.base_models import BaseModels
 from groupgrad.stopping import Stopped
 
 FIRST_TURN = 5
@@ -61,7 +60,7 @@ class ArmTurns:
         self.plan, self.store, self.factory, self.num_workers = plan, store, factory, num_workers
         self._runs: dict[int, ArmRun] = {}
         """Kept runs by the id of their arm, the most recently used last."""
-        self._bases, self._weights = BaseModels(), SharedWeights()
+        self._weights = SharedWeights()
         self._free_at_start = psutil.virtual_memory().available / max(1, num_workers)
 
     def take(self, arm: Arm) -> Stopped | None:
@@ -112,9 +111,8 @@ class ArmTurns:
         return run
 
     def trainer_of(self, arm: Arm, folder: Path) -> Any:
-        """Makes a trainer of an arm for a run in `folder`. Model objects are copied: each arm has its own."""
-        with self._bases.in_use():
-            return self.factory.build(arm_settings(self.plan, self.store, self.factory, arm), folder)
+        """Makes a trainer of an arm for a run in `folder`."""
+        return self.factory.build(arm_settings(self.plan, self.store, self.factory, arm), folder)
 
     # --------------------------------------------------------------------------------------------- length of a turn
 

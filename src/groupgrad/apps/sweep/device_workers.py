@@ -70,18 +70,14 @@ def _read(given: Any) -> str | int | list[int]:
     """`all`, a number of devices or their indices. A text holds the same, `0,2` for indices."""
     value = given
     if isinstance(given, str) and given != "all":
-        parts = [part.strip() for part in given.strip("[]").split(",")]
-        if all(part.isdecimal() for part in parts):
-            value = [int(part) for part in parts] if "," in given or "[" in given else int(parts[0])
-    if value == "all" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        parts = given.strip("[]").split(",")
+        if all(part.strip().isdecimal() for part in parts):
+            value = int(given) if given.isdecimal() else list(map(int, parts))
+    if value == "all" or (type(value) is int and value >= 1):
         return value
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"devices={given!r} names no device; {_FORMS}")
-    if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in value):
-        raise ValueError(f"devices={given!r} holds something else than indices of GPUs; {_FORMS}")
-    repeated = next((index for place, index in enumerate(value) if index in value[:place]), None)
-    if repeated is not None:
-        raise ValueError(f"devices={given!r} names GPU {repeated} twice, and a GPU has one worker; name it once")
+    is_list = isinstance(value, (list, tuple)) and all(type(index) is int and index >= 0 for index in value)
+    if not is_list or not value or len(set(value)) < len(value):
+        raise ValueError(f"devices={given!r} does not name devices, each once; {_FORMS}")
     return list(value)
 
 

@@ -71,6 +71,7 @@ class ScriptArms:
                 arguments[name] = self._adapter(value)
             else:
                 arguments[name] = self._labelled.get(name, {}).get(value, value)
+        arguments["model"] = copy.deepcopy(arguments.get("model"))  # each arm trains a model object of its own
         if self._cached:
             arguments["reward_funcs"] = cached_functions(arguments["reward_funcs"], self._cached, self.cache)
         return GRPOTrainer(**arguments, args=GRPOConfig(**{**fields, "output_dir": str(folder)}))

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.models.base_models import address
-
 _PLAIN_TENSORS = (torch.Tensor,)
 """Classes of tensors that are nothing but their numbers; quantized and sharded weights have others."""
 MAX_ROWS = 1_000_000
@@ -40,15 +38,12 @@ class SharedWeights:
                 continue
             kind = name, tensor.device, tuple(tensor.shape), tensor.dtype, tensor.stride()
             same_kind = self._known.setdefault(kind, [])
-            for kept in same_kind:
-                if address(kept) == address(tensor):
-                    break
-                if _equal_bits(kept, tensor):
-                    freed += tensor.nbytes
-                    tensor.data = kept
-                    break
-            else:
+            kept = next((kept for kept in same_kind if _equal_bits(kept, tensor)), None)
+            if kept is None:
                 same_kind.append(tensor.data)
+            else:
+                freed += tensor.nbytes
+                tensor.data = kept
         return freed
 
 

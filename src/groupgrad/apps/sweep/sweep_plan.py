@@ -213,7 +213,7 @@ class SweepPlan:
             raise ValueError("vary and arms are empty, so there is nothing to compare; name a field and its values")
         if len(changes) > MAX_ARMS:
             raise ValueError(
-                f"the sweep has {len(changes):,} arms, at most {MAX_ARMS:,} are trained in turns; vary less, or set "
+                f"the sweep has more than {MAX_ARMS:,} arms, which are too many to train in turns; vary less, or set "
                 "sample to {random: NUMBER}"
             )
         return changes
@@ -225,12 +225,8 @@ class SweepPlan:
                 values.append(choices.grid())
             except ValueError as error:
                 raise ValueError(f"vary: {name}: {error}") from None
-        if math.prod(map(len, values)) > MAX_ARMS:
-            raise ValueError(
-                f"the grid has {math.prod(map(len, values)):,} arms, at most {MAX_ARMS:,} are trained in turns; vary "
-                "less, or set sample to {random: NUMBER}"
-            )
-        return [dict(zip(self.vary, combination)) for combination in itertools.product(*values)]
+        combinations = itertools.islice(itertools.product(*values), MAX_ARMS + 1)
+        return [dict(zip(self.vary, combination)) for combination in combinations]
 
     def _random(self) -> list[dict[str, Any]]:
         rng, found = random.Random(self.sample.seed), []
