@@ -94,7 +94,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"vary": ["learning_rate"]}, "is not a mapping of fields"),
     ({"vary": {"beta": 0.1}}, "is one value"),
     ({"vary": {"beta": []}}, "empty list"),
-    ({"vary": {"beta": [0.1, 0.1]}}, "0.1 twice"),
     ({"vary": {"beta": {"range": [1.0, 0.1]}}}, "the lower one first"),
     ({"vary": {"beta": {"range": [0.0, 0.1]}}}, "vary: beta: the range from 0 to 0.1 has no single values"),
     ({"vary": {"beta": {"range": [0.0, 0.1], "scale": "log"}}}, "numbers above 0"),

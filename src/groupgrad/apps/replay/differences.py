@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -185,27 +186,24 @@ def _column(step: int, name: str, rows: Sequence[int], first: pa.Table, second: 
     one, two = first[name].combine_chunks(), second[name].combine_chunks()
     if one.equals(two) and _bits(one) == _bits(two):
         return None
-    values = [(_plain(name, a), _plain(name, b)) for a, b in zip(one.to_pylist(), two.to_pylist())]
-    if name not in _LISTS:
-        places = [place for place, (a, b) in enumerate(values) if not same_bits(a, b)]
-        if not places:
-            return None
-        return Difference(step, what, *values[places[0]], row=rows[places[0]], count=len(places), of=len(values))
-    found: list[tuple[int, int, Any, Any]] = []
-    of = 0
-    for place, (a, b) in enumerate(values):
-        a, b = a or [], b or []
-        of += max(len(a), len(b))
-        for token in range(max(len(a), len(b))):
-            pair = [part[token] if token < len(part) else _ABSENT for part in (a, b)]
-            if not same_bits(pair[0], pair[1]):
-                found.append((place, token, pair[0], pair[1]))
+    pairs = list(_pairs(name, one.to_pylist(), two.to_pylist()))
+    found = [pair for pair in pairs if not same_bits(*pair[2:])]
     if not found:
         return None
     place, token, a, b = found[0]
     if name == "completion_ids":
         a, b = (_with_text(table, place, token, value) for table, value in ((first, a), (second, b)))
-    return Difference(step, what, a, b, row=rows[place], token=token, count=len(found), of=of)
+    return Difference(step, what, a, b, row=rows[place], token=token, count=len(found), of=len(pairs))
+
+
+def _pairs(name: str, first: Sequence[Any], second: Sequence[Any]) -> Iterator[tuple[int, Any, Any, Any]]:
+    """Place in the column, token in the row (None where a row has one value) and both values."""
+    for place, (a, b) in enumerate(zip(first, second)):
+        if name in _LISTS:
+            for token, pair in enumerate(zip_longest(a or (), b or (), fillvalue=_ABSENT)):
+                yield place, token, *pair
+        else:
+            yield place, None, _plain(name, a), _plain(name, b)
 
 
 def _with_text(table: pa.Table, place: int, token: int, value: Any) -> Any:

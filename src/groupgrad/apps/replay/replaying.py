@@ -141,18 +141,11 @@ def _check_row(records: RunRecords, step: int, sampled_at: int, row: int) -> Non
         )
     numbers = sorted(set(table["row"].to_pylist()))
     if row not in numbers:
-        part = " (rollouts_keep has left some out)" if numbers != list(range(len(numbers))) else ""
-        raise ReplayError(f"step {step} of {records.name} has no row {row}; it has rows {_ranges(numbers)}{part}")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in parts)
+        is_part = numbers != list(range(len(numbers)))
+        part = f", {len(numbers)} rows that rollouts_keep has chosen" if is_part else ""
+        raise ReplayError(
+            f"step {step} of {records.name} has no row {row}; it has rows {numbers[0]} to {numbers[-1]}{part}"
+        )
 
 
 def _problem(checkpoint: Path) -> str | None:
@@ -350,7 +343,7 @@ class _RecordedRewards:
         missing = [item.index for item in rollouts if len(stored.get(item.index, ())) <= place]
         if missing:
             raise ReplayError(
-                f"the rewards of step {step + 1}, rows {_ranges(sorted(missing))}, are not stored in "
+                f"the rewards of step {step + 1}, rows {', '.join(map(str, missing))}, are not stored in "
                 f"{self._records.name}, so they cannot be used in place of calls; leave recorded rewards out"
             )
         values = [[stored[item.index][place][f"reward/{name}"] for name in self._names] for item in rollouts]

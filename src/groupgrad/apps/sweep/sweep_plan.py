@@ -82,16 +82,11 @@ def read_choices(field: str, given: Any) -> Choices:
     values = tuple(given)
     if len(values) < 1:
         raise ValueError(f"vary: {field} is an empty list; give the values to try")
-    repeated = next((value for index, value in enumerate(values) if value in values[:index]), None)
-    if repeated is not None:
-        raise ValueError(f"vary: {field} has the value {repeated!r} twice; name each value once")
     return Values(values)
 
 
 def _read_range(field: str, given: Mapping[str, Any]) -> Choices:
-    unknown = [key for key in given if key not in _RANGE_KEYS]
-    if unknown:
-        raise ValueError(f"vary: {field} has the unknown key {unknown[0]!r}; a range has {', '.join(_RANGE_KEYS)}")
+    _check_names(f"vary: {field}", given, _RANGE_KEYS)
     bounds, scale = given["range"], given.get("scale", "linear")
     ends = list(bounds) if isinstance(bounds, (list, tuple)) else []
     if len(ends) != 2 or not all(isinstance(end, (int, float)) for end in ends) or not ends[0] < ends[1]:
