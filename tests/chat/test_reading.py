@@ -168,6 +168,7 @@ def test_spaces_in_arguments_are_not_cleaned_up(families: Any, byte_tokenizer: A
         ("json", '<tool_call>\n\n {"arguments": {"n": 1}, "name": "f"} </tool_call>'),
         ("json", '<tool_call>\n{"name": "f", "arguments": "{\\"n\\": 1}"}\n</tool_call>'),
         ("json", '<tool_call>\n{"function": {"name": "f", "arguments": {"n": 1}}}\n</tool_call>'),
+        ("json", '<tool_call>\n{"id": 7, "function": "f", "arguments": {"n": 1}}\n</tool_call>'),
         ("json", '<tool_call>\n[{"name": "f", "arguments": {"n": 1}}]\n</tool_call>'),
         ("xml", "<tool_call><function=f><parameter=n>1</parameter></function></tool_call>"),
         ("pairs", "<tool_call>f<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>"),

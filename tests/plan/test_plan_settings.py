@@ -1,4 +1,4 @@
-"""The settings that `groupgrad plan` prints make up a `GRPOConfig`."""
+"""What `groupgrad plan` takes from the settings of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 import yaml
 from plan_output import recommendation
 
-from groupgrad.config import GRPOConfig
-
 SMALL = {"model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 8192}
 
@@ -24,40 +22,6 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "
 def planned(shown_plan_of: Any) -> Any:
     """The output of `groupgrad plan` for a model of 400 million parameters."""
     return lambda *flags, code=0: shown_plan_of({**SMALL, **HEADS}, " ".join(map(str, flags)), code)
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    ("flags", "devices"),
-    [
-        ([], 1),
-        (["--accumulation", 1], 2),
-        (["--micro-batch", 6], 3),
-        (["--micro-batch", 5, "--num-generations", 4], 2),
-        (["--micro-batch", 5, "--num-generations", 4], 3),
-        (["--rows", 48], 3),
-    ],
-)
-def test_the_printed_settings_make_up_a_configuration(
-    flags: list[Any], devices: int, planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(GRPOConfig, "world_size", devices)
-    group, found = 4 if "--num-generations" in flags else 8, set()
-    for size in ("7GB", "10GB", "80GB"):
-        shown = planned(*flags, "--devices", devices, "--device", size, "--completion", 4096).out
-        _, settings = recommendation(shown)
-        if "--accelerate-config fsdp2" in shown:
-            settings["fsdp"] = True
-        config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=group, **settings)
-        assert config.generation_batch_size_resolved % group == 0
-        found.add(
-            (
-                config.per_device_train_batch_size,
-                config.per_device_train_batch_size * config.gradient_accumulation_steps,
-            )
-        )
-    assert len({rows for rows, _ in found}) > 1, "the sizes of devices make a difference"
-    assert len({step for _, step in found}) == 1, "the step keeps its completions"
 
 
 def test_a_step_that_would_cut_a_group_is_made_longer(planned: Any) -> None:

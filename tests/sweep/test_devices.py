@@ -164,20 +164,6 @@ def test_a_lost_worker_costs_its_turn_and_three_of_them_the_arm(make_sweep, proc
     assert {result.state for result in sweep.run()} == {"done"}
 
 
-def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, processes, caplog):
-    def fails(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
-        raise RuntimeError("no such thing")
-
-    def letters_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        return [float(len(ids)) for ids in completion_ids]
-
-    rewards = {"failing": [fails, letters_reward], "letters": [letters_reward]}
-    given = {"metric": "letters_reward", "args": {"max_steps": 2}}
-    results = make_sweep({"reward_funcs": rewards}, devices=2, **given).run()
-    assert [result.state for result in results] == ["done", "failed"]
-    assert "arm 01-reward_funcs=failing failed after step 0" in caplog.text
-
-
 def test_commands_for_an_arm_in_a_turn_wait_for_its_end_alone(make_sweep, tools, tmp_path, monkeypatch):
     monkeypatch.setattr("groupgrad.apps.sweep.arm_turns.COMMAND_CHECK_S", 0.0)
     sweeper = make_sweep(tools.rates)._sweeper

@@ -116,7 +116,6 @@ def test_a_command_ends_the_turn_after_the_present_step(make_sweep, tools, tmp_p
     assert store.arms()[0].state == "stopped"
 
 
-@pytest.mark.slow
 def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, tmp_path, caplog):
     def fails(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
         if trainer_state.global_step == 3:
@@ -154,41 +153,26 @@ def test_arms_that_break_a_rule_are_refused_before_anything_is_trained(make_swee
 
 
 @pytest.mark.slow
-def test_commands_are_taken_between_turns(make_sweep, tools, tmp_path):
-    sweep = make_sweep({"learning_rate": [1e-2, 2e-2, 3e-2]}, turn_steps=2)
+def test_commands_are_taken_between_turns(make_sweep, train_alone, tools, tmp_path):
+    """A stopped and resumed arm, and clones of one, equal runs alone."""
+    sweep = make_sweep(RATES, turn_steps=2)
     sweeper, store = sweep._sweeper, Store(tmp_path / "sweep")
-    for _ in range(3):
+    for _ in range(2):
         sweeper._turn(sweeper._next())
     store.queue("stop", 1)
     store.queue("delete", 2)
-    store.queue("clone", 3, {"learning_rate": 5e-3})
-    store.queue("clone", 3, {"learning_rate": 5e-3}, from_weights=True)
-    wrong = store.queue("clone", 3, {"learning_rate": -1.0})
-    sweep.run()
-    arms = {arm.id: arm for arm in store.arms()}
-    assert {number: arm.state for number, arm in arms.items()} == {1: "stopped", 3: "done", 4: "done", 5: "done"}
-    assert arms[1].step == 2
-    assert not (tmp_path / "sweep/arms/02-learning_rate=0.02").exists()
-    state, message = store.command_state(wrong)
-    assert state == "refused"
-    assert "learning_rate" in message
-    store.queue("resume", 1)
-    assert {result.state for result in sweep.run()} == {"done"}
-    assert not tools.equal_files(*(tmp_path / "sweep/arms" / arms[number].name for number in (4, 5)))
-
-
-@pytest.mark.slow
-def test_a_stopped_and_resumed_arm_and_clones_equal_runs_alone(make_sweep, train_alone, tools, tmp_path):
-    sweep = make_sweep(RATES, turn_steps=2)
-    sweeper, store = sweep._sweeper, Store(tmp_path / "sweep")
-    sweeper._turn(sweeper._next())
-    store.queue("stop", 1)
     store.queue("clone", 1, {"learning_rate": 5e-3})
     store.queue("clone", 1, {"learning_rate": 5e-3}, from_weights=True)
+    wrong = store.queue("clone", 1, {"learning_rate": -1.0})
     sweep.run()
+    arms = {arm.id: arm for arm in store.arms()}
+    assert {number: arm.state for number, arm in arms.items()} == {1: "stopped", 3: "done", 4: "done"}
+    folders = {number: tmp_path / "sweep/arms" / arm.name for number, arm in arms.items()}
+    assert arms[1].step == 2 and len(list((tmp_path / "sweep/arms").iterdir())) == 3
+    state, message = store.command_state(wrong)
+    assert state == "refused" and "learning_rate" in message
     store.queue("resume", 1)
-    sweep.run()
-    folders = {arm.id: tmp_path / "sweep/arms" / arm.name for arm in store.arms()}
+    assert {result.state for result in sweep.run()} == {"done"}
     train_alone("stopped", learning_rate=1e-2)
     train_alone("clone", learning_rate=5e-3)
     train_alone("from_weights", {"model": str(folders[4] / "start")}, learning_rate=5e-3)

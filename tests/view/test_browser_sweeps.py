@@ -33,17 +33,11 @@ def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
             states = [row.inner_text() for row in page.locator(".sweep .state").all()]
             assert states == ["waiting", "training", "stopped"]
             assert page.locator(".sweep tbody tr.out").count() == 1
+            assert "provisional" not in page.inner_text(".sweep")
             page.close()
-
-
-@pytest.mark.slow
-def test_the_order_of_arms_at_unlike_steps_is_called_provisional(tmp_path, open_page):
-    store, panel = make_sweep_folder(tmp_path / "rates")
-    with served(tmp_path / "rates", sweeps=[panel]) as address:
-        page = open_page(address + "#/sweep")
-        page.wait_for_selector(".sweep tbody tr")
-        assert "provisional" not in page.inner_text(".sweep")
+        store.set_state(2, "waiting")
         store.end_turn(2, ArmTurn(0, 3, train_s=3.0, switch_s=0.1), 20, {})
+        page = open_page(address + "#/sweep")
         wait_until(page, "document.querySelector('.sweep').innerText.includes('race have made 3 to 5 steps')")
 
 

@@ -44,8 +44,6 @@ def main(argv: Sequence[str]) -> int:
         size = options.vllm_tensor_parallel_size
         server = _server(shape, sizes, options.device, size) if options.vllm_server else None
         found = choices(shape, sizes, options.device)
-        if all(choice.refused for choice in found):
-            raise ValueError(found[0].refused)
     except (ValueError, ImportError) as error:
         return refuse("plan", error)
     print(_table(shape, sizes, options.device, found))
@@ -79,7 +77,6 @@ def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
     if sizes.colocate:
         names.append("vLLM")
     lines = [head, "", f"{'GiB on a device':<16}" + "".join(f"{name:>12}" for name in names) + "  micro-batch"]
-    refusals: dict[str, list[str]] = {}
     for choice in found:
         numbers = "".join(f"{getattr(choice.memory, part) / 2**30:>12.2f}" for part in _PARTS)
         if sizes.colocate:
@@ -90,12 +87,7 @@ def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
             + (" (asked for)" if is_asked else "")
             + (" with checkpointing" if choice.sizes.checkpointing else "")
         )
-        if choice.refused:
-            refusals.setdefault(choice.refused, []).append(choice.name)
-        lines.append(
-            f"{choice.name:<16}{numbers}{how if choice.fits else '  refused' if choice.refused else '  does not fit'}"
-        )
-    lines += ["", *(f"Refused ({'; '.join(names)}): {text}." for text, names in refusals.items())] if refusals else []
+        lines.append(f"{choice.name:<16}{numbers}{how if choice.fits else '  does not fit'}")
     return "\n".join([*lines, ""])
 
 
@@ -153,10 +145,8 @@ def _start(sizes: Any) -> str:
 def _vllm_beside(shape: Any, best: Any, device: int) -> str:
     """The settings of a vLLM on the training devices, or why there is none."""
     from groupgrad.apps.plan.fitting import vllm_share
-    from groupgrad.apps.plan.memory import Colocate
-    from groupgrad.apps.plan.refusals import refusal
 
-    is_refused = refusal(replace(best.sizes, samples=False, colocate=best.sizes.colocate or Colocate())) is not None
+    is_refused = best.sizes.sharding == "fsdp2"
     share = None if is_refused else vllm_share(shape, best.sizes, device)
     if share is not None:
         return f"{_vllm_settings(best.sizes, share)} leaves room for vLLM on the same device."

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupgrad.apps.plan.memory import Adapter, Colocate, Memory, RunSizes, Sharding, predict
-from groupgrad.apps.plan.refusals import refusal
 from groupgrad.apps.plan.shapes import ModelShape
 from groupgrad.integrations.vllm import memory_check
 from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
@@ -28,8 +27,6 @@ class Choice:
     sizes: RunSizes
     memory: Memory
     fits: bool
-    refused: str | None = None
-    """The sentences of the trainer's rules that the way breaks; None if it breaks none."""
     vllm: int | None = None
     """Bytes of a colocated vLLM: its share where it fits, else the least that it needs; None without one."""
 
@@ -156,9 +153,8 @@ def predicted_training_bytes(memory: Memory) -> memory_check.TrainingBytes:
 
 
 def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
-    """Returns the bytes of a device on which the least demanding of the ways fits that the trainer accepts."""
-    accepted = [_with_micro_batch(way, 1, checkpointing=True) for _, way in _ways(sizes) if refusal(way) is None]
-    least = min(_needed(shape, way) for way in accepted)
+    """Returns the bytes of a device on which the least demanding of the ways fits."""
+    least = min(_needed(shape, _with_micro_batch(way, 1, checkpointing=True)) for _, way in _ways(sizes))
     # The share of a colocated vLLM is a multiple of 1/1000.
     return int(least / (USABLE if sizes.colocate is None else USABLE - 0.001))
 
@@ -201,6 +197,8 @@ def remedies(shape: ModelShape, sizes: RunSizes, device_bytes: int, *, may_cut: 
     return texts
 
 
+FSDP_OPTIMIZERS = ("adamw", "sgd")
+
 _WAYS: tuple[tuple[str, Adapter, tuple[Sharding, ...]], ...] = (
     ("full", "full", ("zero1", "zero2", "zero3", "fsdp2")),
     ("LoRA", "lora", ("zero3", "fsdp2")),
@@ -210,23 +208,29 @@ _WAYS: tuple[tuple[str, Adapter, tuple[Sharding, ...]], ...] = (
 
 
 def _ways(sizes: RunSizes) -> list[tuple[str, RunSizes]]:
+    """The ways to run by name. ValueError if there is none."""
     only, may_shard = sizes.only_sharding, sizes.devices > 1 and sizes.context_parallel_size == 1
     ways = []
     for name, adapter, tried in _WAYS:
-        shardings = ["ddp", *(tried if may_shard else ())] if only is None else [only]
-        if adapter == "4bit" and only in ("zero3", "fsdp2"):  # bitsandbytes' packed weights are not divided
-            continue
-        for sharding in shardings:
-            ending = "" if sharding == "ddp" else f", {sharding}"
-            ways.append((name + ending, replace(sizes, adapter=adapter, sharding=sharding)))
-    return [(name, way) for name, way in ways if name.startswith(sizes.way)]
+        for sharding in ["ddp", *(tried if may_shard else ())] if only is None else [only]:
+            # bitsandbytes' packed weights are not divided; `FSDP_OPTIMIZERS` update a shard as they would the whole.
+            is_possible = not (adapter == "4bit" and sharding in ("zero3", "fsdp2"))
+            if sharding == "fsdp2":
+                is_possible &= sizes.colocate is None and sizes.optimizer in FSDP_OPTIMIZERS
+            if is_possible and name.startswith(sizes.way):
+                ending = "" if sharding == "ddp" else f", {sharding}"
+                ways.append((name + ending, replace(sizes, adapter=adapter, sharding=sharding)))
+    if not ways:
+        raise ValueError(
+            f"fsdp goes with the optimizers {' and '.join(FSDP_OPTIMIZERS)}, and not with vLLM on the training "
+            "devices; change that, or leave fsdp unset"
+        )
+    return ways
 
 
 def _largest(shape: ModelShape, name: str, sizes: RunSizes, device_bytes: int) -> Choice:
-    """A way with the largest micro-batch that fits, or of one row with checkpointing if none does or it is refused."""
+    """A way with the largest micro-batch that fits, or of one row with checkpointing if none does."""
     least = _with_micro_batch(sizes, 1, checkpointing=True)
-    if (refused := refusal(sizes)) is not None:
-        return Choice(name, least, predict(shape, least), fits=False, refused=refused)
     for checkpointing in (sizes.checkpointing, True):
         for rows in _micro_batches(sizes):
             tried = _with_micro_batch(sizes, rows, checkpointing=checkpointing)

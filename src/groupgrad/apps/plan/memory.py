@@ -105,7 +105,7 @@ class RunSizes:
     """The way to shard that is asked for; None for all."""
     zero: ZeroBuffers = ZeroBuffers()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of the run, which the rules of `GRPOConfig` read."""
+    """Further settings of the run, such as `disable_dropout`."""
 
 
 @dataclass(slots=True, frozen=True)
