@@ -108,7 +108,7 @@ def test_an_unknown_syntax_is_shown(byte_tokenizer: Any) -> None:
 def test_a_template_that_refuses_tool_messages(families: Any, byte_tokenizer: Any) -> None:
     refusing = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('who is tool?') }}{% endfor %}"
     tokenizer = byte_tokenizer(refusing + families["json"].template, families["json"].special)
-    with pytest.raises(ValueError, match=r"refuses the answer to a tool call: who is tool\?"):
+    with pytest.raises(ValueError, match=r"(?s)no way to continue a turn that calls a tool.*who is tool\?"):
         ChatFormat(tokenizer, schemas=SCHEMAS)
 
 
@@ -125,8 +125,3 @@ def test_a_template_that_drops_the_tools_answer(families: Any, byte_tokenizer: A
     assert template != families["json"].template
     with pytest.raises(ValueError, match="no way to continue"):
         ChatFormat(byte_tokenizer(template, families["json"].special), schemas=SCHEMAS)
-
-
-def test_a_template_that_cannot_show_a_question(byte_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="cannot render one user message: never"):
-        ChatFormat(byte_tokenizer("{{ raise_exception('never') }}"), schemas=SCHEMAS)

@@ -17,6 +17,9 @@ def test_frozen_weights_are_shared_on_their_device_alone(make_model, monkeypatch
             *(to_cuda(make_model(0).requires_grad_(False)) for _ in range(2)),
         ]
         shared = SharedWeights()
-        freed = [shared.share(model) for model in models]
-    assert freed[:2] == [0, 0]
-    assert freed[2] >= sum(p.nbytes for p in models[2].parameters()) > 0
+        held = []
+        for model in models:
+            shared.share(model)
+            held.append(sum(map(len, shared._known.values())))
+    assert held[1] == 2 * held[0] > 0, "the first model is on the CPU"
+    assert held[2] == held[1]

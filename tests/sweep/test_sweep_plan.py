@@ -108,7 +108,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"vary": {"beta": [0.0, 0.1]}, "turn_steps": 0}, "turn_steps=0 is no turn"),
     ({"vary": {"beta": list(range(1001))}}, "the sweep has more than 1,000 arms"),
     ({"vary": {"reward_weights": [[1.0], [2.0]]}}, "rewards cannot be compared; set metric"),
-    ({"vary": {"beta": [0.0, 0.1]}, "cache_rewards": True}, "is not a list of names"),
 ]
 
 

@@ -246,10 +246,8 @@ def test_frozen_weights_are_held_once(make_model):
         model.requires_grad_(False)
         model.lm_head.weight.requires_grad_(True)
     shared = SharedWeights()
-    freed = [shared.share(model) for model in models]
-    frozen = sum(p.nbytes for p in models[0].parameters() if not p.requires_grad)
-    assert freed[0] == 0
-    assert freed[1] >= frozen
+    for model in models:
+        shared.share(model)
     places = [{name: p.data_ptr() for name, p in model.named_parameters()} for model in models]
     assert [name for name in places[0] if places[0][name] != places[1][name]] == ["lm_head.weight"]
     assert places[2]["model.embed_tokens.weight"] != places[0]["model.embed_tokens.weight"]

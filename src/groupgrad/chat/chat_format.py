@@ -127,8 +127,6 @@ class ChatFormat:
         and the last of `turn_ids` matter; names and call ids that a template could reject are replaced by placeholders.
         `encode` makes token ids of the text with the replies; None uses the tokenizer.
         """
-        if not replies:
-            raise ValueError("there are no replies, so there is nothing to put behind the turn")
         return self._replies.ids(turn_ids, replies, encode or self._template.encode, then)
 
     def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:

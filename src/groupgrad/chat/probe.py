@@ -73,13 +73,8 @@ def turn_start(rendered: str, generation_prompt: str) -> int:
 
 
 def render_probes(template: ChatTemplate) -> ProbeRenderings:
-    """Renders the probe conversations; ValueError if the template rejects even a single user message."""
-    prompt = template.try_render([USER], prompt=True)
-    if prompt is None:
-        raise ValueError(
-            f"the chat template cannot render one user message: {template.error}; give the tokenizer a chat "
-            "template that can (tokenizer.chat_template = ...)"
-        )
+    """Renders the probe conversations; raises what the template raises on a single user message."""
+    prompt = template.render([USER], prompt=True)
     probes = ProbeRenderings(prompt)
     probes.text_end = (template.try_render([USER, ANSWER]) or "").partition(ANSWER["content"])[2]
     for as_text in (False, True):

@@ -100,12 +100,7 @@ class ToolReplies:
                 self.as_user = reply is _USER_REPLY
                 return conversation
         rendered = self._template.try_render([USER, calling_turn, _TOOL_MESSAGE], prompt=True)
-        if rendered is None:
-            raise ValueError(
-                f"the chat template refuses the answer to a tool call: {self._template.error}; give the tokenizer a "
-                "chat template that renders messages of the role 'tool' (tokenizer.chat_template = ...)"
-            )
-        raise ValueError(self._no_continuation(rendered))
+        raise ValueError(self._no_continuation(rendered or str(self._template.error)))
 
     def _use_schemas_if_needed(self, conversation: _Conversation, schemas: list[dict[str, Any]]) -> None:
         """Renders replies with the tools in the prompt if that changes their text."""

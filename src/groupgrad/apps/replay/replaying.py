@@ -17,7 +17,6 @@ from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from groupgrad import dist
 from groupgrad.apps.replay.differences import Compared, compare_settings, compare_step, compare_weights
 from groupgrad.apps.replay.run_records import RunRecords
 from groupgrad.checkpoints.manifest import Manifest, damage_of
@@ -73,16 +72,12 @@ class Replay:
 
 
 def check_processes(records: RunRecords) -> None:
-    """ReplayError for a run of several processes, and for a replay by several."""
+    """ReplayError for a run of several processes."""
     processes = records.config.get("processes", 1)
     if processes != 1:
         raise ReplayError(
             f"{records.name} was trained by {processes} processes, and only runs of one process can be repeated; "
             "`groupgrad bisect` without --replay compares its records with those of another run"
-        )
-    if dist.is_active():
-        raise ReplayError(
-            f"a replay runs in one process, and this is one of {dist.world_size()}; start it without a launcher"
         )
 
 
@@ -93,10 +88,8 @@ def find_start(records: RunRecords, step: int, row: int | None = None) -> Replay
     """
     check_processes(records)
     last = records.last_step
-    if not last:
-        raise ReplayError(f"{records.name} has recorded no step, so there is nothing to compare a replay with")
     if not 1 <= step <= last:
-        raise ReplayError(f"{records.name} has no step {step}; it has recorded steps 1 to {last}")
+        raise ReplayError(f"{records.name} has no step {step}; it has recorded {last} steps")
     sampled_at = _sampled_at(records, step)
     if row is not None:
         _check_row(records, step, sampled_at, row)
@@ -219,12 +212,8 @@ def repeat(
     """Trains from `start` to `last_step` in `folder`, and returns the records that this leaves.
 
     `saves` are steps after which the weights are saved there. What differs from the run's configuration is added to the
-    notes of `start`. ReplayError for a trainer that has trained, other data or other weights at the start.
+    notes of `start`. ReplayError for other data or other weights at the start.
     """
-    if trainer.state.global_step:
-        raise ReplayError(
-            f"the trainer has already made {trainer.state.global_step} steps; make a new one, as the run did"
-        )
     _check_data(records, trainer)
     start.notes += notes_on(records, trainer)
     _send_to(trainer, folder)

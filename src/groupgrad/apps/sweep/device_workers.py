@@ -100,18 +100,6 @@ END_S = 30.0
 """Time for a worker process to end what libraries keep open, such as a tracker's run."""
 
 
-def check_sendable(arguments: Mapping[str, Any]) -> None:
-    """ValueError for an argument that cannot be sent to a worker process."""
-    for name, value in arguments.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception as error:  # pickling runs code of the value, which may raise anything
-            raise ValueError(
-                f"{name}={value!r:.200} cannot be sent to a worker process ({type(error).__name__}: {error}); make "
-                "what it holds inside its function, or leave devices unset"
-            ) from error
-
-
 class TurnsOfWorker:
     """The side of the worker process, which makes its `ArmTurns` when it is first called."""
 

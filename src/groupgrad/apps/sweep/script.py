@@ -7,7 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from groupgrad.apps.sweep.device_workers import check_sendable
+import cloudpickle
+
 from groupgrad.apps.sweep.factory import ADAPTER_FIELDS, ScriptArms
 from groupgrad.apps.sweep.report import Result, results
 from groupgrad.apps.sweep.sweep_plan import read_plan
@@ -85,9 +86,9 @@ class Sweep:
             "devices": devices,
         }
         plan = read_plan(content, args or {})
-        if devices is not None:
-            check_sendable({**trainer_arguments, **labelled})
         factory = ScriptArms(trainer_arguments, labelled, plan.cache_rewards)
+        if devices is not None:
+            cloudpickle.dumps(factory)  # what cannot be sent to a worker fails before the sweep has a folder
         self._sweeper = Sweeper(plan, output_dir, factory)
         self._sweeper.prepare({**content, "base": {name: str(value) for name, value in (args or {}).items()}})
         adapter = trainer_arguments.get("peft_config")

@@ -26,13 +26,12 @@ class SharedWeights:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
-    def share(self, model: nn.Module) -> int:
-        """Replaces the frozen weights of a model by equal ones that are known on their device; returns the freed bytes.
+    def share(self, model: nn.Module) -> None:
+        """Replaces the frozen weights of a model by equal ones that are known on their device.
 
         Only weights without a gradient are shared, since nothing writes to them, and only those that are equal bit for
         bit.
         """
-        freed = 0
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.requires_grad or type(tensor.data) not in _PLAIN_TENSORS:
                 continue
@@ -42,9 +41,7 @@ class SharedWeights:
             if kept is None:
                 same_kind.append(tensor.data)
             else:
-                freed += tensor.nbytes
                 tensor.data = kept
-        return freed
 
 
 def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -251,9 +251,6 @@ def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
         turn_steps = None
     if turn_steps is not None and (not isinstance(turn_steps, int) or turn_steps < 1):
         raise ValueError(f"turn_steps={turn_steps!r} is no turn; set it to a number of steps from 1 on, or to auto")
-    cached = content.get("cache_rewards") or ()
-    if isinstance(cached, (str, bool)) or not all(isinstance(name, str) for name in cached):
-        raise ValueError(f"cache_rewards={cached!r} is not a list of names of reward functions")
     plan = SweepPlan(
         base=dict(base),
         vary={str(name): read_choices(str(name), given) for name, given in vary.items()},
@@ -262,7 +259,7 @@ def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
         halving=_read_halving(content.get("halving")),
         metric=str(content.get("metric") or "reward"),
         turn_steps=turn_steps,
-        cache_rewards=tuple(cached),
+        cache_rewards=tuple(content.get("cache_rewards") or ()),
         devices=content.get("devices"),
     )
     changed = {key.split(".")[0] for arm in plan.arms for key in arm} | {key.split(".")[0] for key in plan.vary}

@@ -11,7 +11,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from groupgrad import dist, stopping
+from groupgrad import stopping
 from groupgrad.apps.sweep import compare
 from groupgrad.apps.sweep.arm_turns import COMMAND_CHECK_S, ERROR_FILE, ArmTurns, fail, ready_arms
 from groupgrad.apps.sweep.commands import apply_commands
@@ -32,11 +32,6 @@ class Sweeper:
     """A sweep in progress in a folder, which holds `sweep.sqlite` and a folder for each arm."""
 
     def __init__(self, plan: SweepPlan, folder: str | Path, factory: ArmFactory):
-        if dist.world_size() > 1:
-            raise ValueError(
-                f"a sweep trains its arms in one process, and this is one of {dist.world_size()}; start it without a "
-                "launcher"
-            )
         self.plan, self.factory = plan, factory
         self.devices = find_devices(plan.devices, on_cpu=bool(plan.base.get("use_cpu")))
         self.store = Store(folder, create=True)

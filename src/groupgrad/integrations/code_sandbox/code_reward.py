@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from groupgrad.errors import RewardError
 from groupgrad.integrations.code_sandbox.code_tests import CodeTester, Outcome
-from groupgrad.integrations.code_sandbox.sandbox import MECHANISMS, Limits, Sandbox
+from groupgrad.integrations.code_sandbox.sandbox import Limits, Sandbox
 from groupgrad.rewards.text import completion_text
 
 logger = logging.getLogger(__name__)
@@ -87,11 +87,6 @@ class code_reward:
         for name, choices in (("score", ("share", "all")), ("extract", ("block", "all"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; set it to {' or '.join(choices)}")
-        if self.mechanism not in ("auto", *MECHANISMS):
-            raise ValueError(
-                f"mechanism={self.mechanism!r} is not one of those that keep code apart; set it to auto, bubblewrap or "
-                "namespaces, which need root or user namespaces"
-            )
         for name in ("timeout_s", "folder_mb", "output_kb", "max_processes", "max_concurrency"):
             value = getattr(self, name)
             if value is not None and value <= 0:
