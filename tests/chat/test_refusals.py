@@ -65,17 +65,6 @@ def test_with_a_parser_replies_become_user_messages_where_there_is_no_role_for_t
     )
 
 
-def test_tools_are_shown_beside_replies_where_that_changes_them(families: Any, byte_tokenizer: Any) -> None:
-    family = families["json"]
-    template = family.template.replace(
-        "<tool_response>\\n' + m", "<tool_response>\\n' + (tools or []) | length | string + m"
-    )
-    assert template != family.template
-    tokenizer = byte_tokenizer(template, family.special)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    assert "<tool_response>\n1OK\n" in tokenizer.decode(chat.reply_ids([5], [REPLY]))
-
-
 def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
     template = (
         "{{ tools | tojson if tools }}"

@@ -88,7 +88,7 @@ class ChatFormat:
             raise ValueError(_unknown_syntax(probes))
         # A template may reject the user's tools although it takes those of the probes: fail here, not in training.
         template.render([USER], schemas, prompt=True)
-        self._replies = ToolReplies(template, probes, self._syntax, schemas)
+        self._replies = ToolReplies(template, probes, self._syntax)
         self.end_ids: tuple[int, ...] = self._find_end_ids()
         """Ids that end an assistant turn in this template, with calls or without."""
         prompt_with_tools = template.try_render([USER], SCHEMAS, prompt=True) or ""

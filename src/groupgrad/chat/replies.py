@@ -41,21 +41,20 @@ class _Conversation:
 
 
 class ToolReplies:
-    """Renders tool replies as the template does; ValueError if they cannot be cut out of its renderings."""
+    """Renders tool replies as the template does; ValueError if they cannot be cut out of its renderings.
+
+    The tools' schemas are left out of the rendered conversations, which no template repeats behind a call.
+    """
 
     def __init__(
         self,
         template: ChatTemplate,
         probes: ProbeRenderings,
         syntax: CallSyntax | None,
-        schemas: list[dict[str, Any]],
     ):
         self._template, self._probes, self._syntax = template, probes, syntax
         self.as_user = False
         """Replies are rendered as a user message, as the template has no tool messages."""
-        # Short conversations render faster, so the tools stand in them only if they change the replies.
-        self._schemas: list[dict[str, Any]] | None = None
-        self._prompt = probes.generation_prompt
         self._unanswered = template.try_render([USER, self._calling_turn([_CALL])])
         conversation = self._probe_reply()
         self.end_token = self._find_end_token(conversation)
@@ -63,7 +62,6 @@ class ToolReplies:
         self._turn_end = conversation.text[conversation.calls_end : self.end_token.end] if self.end_token else ""
         self._turn_end_ids = template.encode(self._turn_end) if self._turn_end else []
         self._closing_ids = self._find_closing_ids()
-        self._use_schemas_if_needed(conversation, schemas)
 
     def ids(
         self,
@@ -102,17 +100,6 @@ class ToolReplies:
         rendered = self._template.try_render([USER, calling_turn, _TOOL_MESSAGE], prompt=True)
         raise ValueError(self._no_continuation(rendered or str(self._template.error)))
 
-    def _use_schemas_if_needed(self, conversation: _Conversation, schemas: list[dict[str, Any]]) -> None:
-        """Renders replies with the tools in the prompt if that changes their text."""
-        plain_prompt = self._prompt
-        self._schemas, self._prompt = schemas, self._template.render([USER], schemas, prompt=True)
-        reply = _USER_REPLY if self.as_user else _TOOL_MESSAGE
-        text = self._template.try_render([USER, self._calling_turn([_CALL]), reply], schemas, prompt=True)
-        with_tools = self._locate(text)
-        tail = conversation.tail if with_tools is None else with_tools.tail
-        if tail == conversation.tail or not tail.startswith(self._turn_end):
-            self._schemas, self._prompt = None, plain_prompt
-
     def _calling_turn(self, calls: list[ToolCall]) -> dict[str, Any]:
         if self._probes.one_call:
             return call_message(calls, arguments_as_text=self._probes.arguments_as_text)
@@ -123,10 +110,10 @@ class ToolReplies:
         """A conversation with these replies to as many calls. Call ids that the template rejects are replaced."""
         placeholders = [f"call{number:05d}" for number in range(len(replies))]  # nine characters for some templates
         ids = [reply.get("tool_call_id") or placeholder for reply, placeholder in zip(replies, placeholders)]
-        rendered = self._template.try_render([*self._messages(replies, ids), *then], self._schemas, prompt=True)
+        rendered = self._template.try_render([*self._messages(replies, ids), *then], prompt=True)
         if rendered is None:
             messages = [*self._messages(replies, placeholders), *then]
-            rendered = self._template.render(messages, self._schemas, prompt=True)
+            rendered = self._template.render(messages, prompt=True)
         conversation = self._locate(rendered, len(replies) if self._probes.two_calls else 1)
         if conversation is None or not conversation.tail.startswith(self._turn_end):
             raise ValueError(self._no_continuation(rendered))
@@ -146,7 +133,7 @@ class ToolReplies:
         """Finds the end of the calls in a rendered conversation; None if they are not in it as they were given."""
         if rendered is None:
             return None
-        start = turn_start(rendered, self._prompt)
+        start = turn_start(rendered, self._probes.generation_prompt)
         if self._syntax is None:
             return self._locate_by_value(rendered, start, num_calls)
         num_found = 0
