@@ -389,11 +389,6 @@ def test_a_server_that_samples_and_more_devices_are_named_where_they_make_a_way_
     assert code == 1 and number is not None
     assert told("--devices", number[1], "--vllm-server")[0] == 0
     assert told("--devices", str(int(number[1]) // 2), "--vllm-server")[0] == 1
-    # Neither alone is enough for two devices that sample themselves.
-    code, both = told("--devices", "2")
-    assert code == 1
-    assert f"(--vllm-server), {number[2]} fits on {number[1]} such devices (--devices {number[1]})." in both
-    assert "(--vllm-server)" not in alone
 
 
 @pytest.mark.parametrize(

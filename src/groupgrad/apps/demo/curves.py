@@ -12,7 +12,6 @@ import pandas as pd
 
 _INK, _MUTED, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
 _REWARD, _LENGTH = "#2563a8", "#b4552d"
-_EVALUATION = ("#c2185b", "#2e7d32", "#6a1b9a", "#ef6c00")
 
 # From this many log events on, a running average is drawn over the single values.
 _SMOOTH_FROM = 40
@@ -77,24 +76,12 @@ def _draw_reward(axis: Any, reward: pd.Series, std: pd.Series, evaluations: Mapp
         if not std.empty:
             center, width = _smoothed(reward), np.interp(reward.index, std.index, std)
             label = "± standard deviation"
-            axis.fill_between(
-                reward.index, center - width, center + width, color=_REWARD, alpha=0.13, linewidth=0, label=label
-            )
+            shade = {"color": _REWARD, "alpha": 0.13, "linewidth": 0}
+            axis.fill_between(reward.index, center - width, center + width, label=label, **shade)
         _draw_curve(axis, reward, _REWARD, "training")
-    for number, (key, points) in enumerate(evaluations.items()):
-        name = key[len("eval_") : -len("_reward")] if key != "eval_reward" else ""
-        axis.plot(
-            points.index,
-            points,
-            color=_EVALUATION[number % len(_EVALUATION)],
-            marker="o",
-            markersize=5,
-            linewidth=1,
-            linestyle=(0, (2, 2)),
-            markeredgecolor="white",
-            label=f"evaluation {name}".strip(),
-            zorder=4,
-        )
+    for number, (key, points) in enumerate(evaluations.items(), start=1):
+        label = "evaluation " + key.removeprefix("eval_").removesuffix("reward").removesuffix("_")
+        axis.plot(points.index, points, f"C{number}o--", linewidth=1, markersize=5, label=label.strip(), zorder=4)
     axis.legend(frameon=False, fontsize=8, labelcolor=_MUTED, loc="best", ncols=2)
 
 

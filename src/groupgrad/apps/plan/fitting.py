@@ -16,7 +16,7 @@ USABLE = 0.92
 """Share of a device that is planned for; the allocator's gaps take the rest."""
 
 MOST_TIMES = 8
-"""Times the asked number of devices up to which a plan looks for a number that would do."""
+"""Times the asked number of devices, in all or for a row, up to which a plan looks for a number that would do."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -169,31 +169,21 @@ def remedies(shape: ModelShape, sizes: RunSizes, device_bytes: int, *, may_cut: 
     def fitting(**changes: Any) -> Choice | None:
         return recommended(choices(shape, replace(sizes, **changes), device_bytes))
 
-    def more_devices(**changes: Any) -> Choice | None:
-        """The first way that fits on the fewest times as many devices."""
-        times = [2**power for power in range(1, MOST_TIMES.bit_length())]
-        return next(filter(None, (fitting(devices=number * sizes.devices, **changes) for number in times)), None)
-
-    best, elsewhere = fitting(), {"samples": False, "colocate": None}
-    texts, with_a_server = [], "If a vLLM server on other devices samples (--vllm-server),"
-    samples_here = sizes.samples or sizes.colocate
-    if samples_here and (served := fitting(**elsewhere)) is not None and (best is None or best.name != served.name):
-        texts.append(f"{with_a_server} {served.name} fits.")
+    best, texts = fitting(), []
+    served = fitting(samples=False, colocate=None) if sizes.samples or sizes.colocate else None
+    if served is not None and (best is None or best.name != served.name):
+        texts.append(f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits.")
     if best is not None:
         return texts
-    cut: dict[str, int] = {}
-    number = 2 * sizes.context_parallel_size
-    while may_cut and number <= sizes.devices:
+    times, cut = [2**power for power in range(1, MOST_TIMES.bit_length())], dict[str, int]()
+    for number in [sizes.context_parallel_size * factor for factor in times if may_cut]:
         if sizes.devices % number == 0 and (found := fitting(context_parallel_size=number)) is not None:
             cut.setdefault(found.name, number)
-        number *= 2
     for name, number in cut.items():
         texts.append(f"If {number} devices train each row together (--context-parallel-size {number}), {name} fits.")
-    if (wider := more_devices()) is not None:
-        texts.append(f"On {wider.sizes.devices} such devices (--devices {wider.sizes.devices}), {wider.name} fits.")
-    if not texts and samples_here and (wider := more_devices(**elsewhere)) is not None:
-        number = wider.sizes.devices
-        texts.append(f"{with_a_server} {wider.name} fits on {number} such devices (--devices {number}).")
+    for number in [sizes.devices * factor for factor in times]:
+        if (wider := fitting(devices=number)) is not None:
+            return [*texts, f"On {number} such devices (--devices {number}), {wider.name} fits."]
     return texts
 
 

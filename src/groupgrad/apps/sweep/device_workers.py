@@ -162,16 +162,11 @@ class DeviceWorkers:
             self._workers.append(_Worker(device, process, folder / f"worker-{number}.log"))
 
     def __enter__(self) -> DeviceWorkers:
-        """Starts the processes. ValueError if one cannot load what the sweep trains."""
+        """Starts the processes. Raises what keeps one from loading what the sweep trains."""
         try:
-            replies = [worker.call("begin") for worker in self._workers]
-            for worker, reply in zip(self._workers, replies):
-                error = reply.result().error
-                if error is not None:
-                    raise ValueError(
-                        f"devices: the worker process for {worker.device.name} cannot load what the sweep trains "
-                        f"({type(error).__name__}: {error}); see {worker.log}, or leave devices unset"
-                    ) from error
+            for reply in [worker.call("begin") for worker in self._workers]:
+                if (error := reply.result().error) is not None:
+                    raise error
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 FILE = "sweep.sqlite"
 ARMS = "arms"
 """Folder of the arms' runs within the sweep's folder."""
-FORMAT = 2
 
 WAITING, STOPPED, DROPPED, DONE, FAILED, DELETED = "waiting", "stopped", "dropped", "done", "failed", "deleted"
 """States of an arm: it has steps to make; a person stopped it; halving dropped it; all steps were made; an error ended
@@ -129,13 +128,6 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._connected() as db:
             db.executescript(_TABLES)
-        stored_format = self.fact("format")
-        if stored_format is None:
-            self.set_fact("format", FORMAT)
-        elif stored_format != FORMAT:
-            raise ValueError(
-                f"{self.path} has the format {stored_format}, this version reads {FORMAT}; use another output_dir"
-            )
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
