@@ -73,8 +73,8 @@ def test_turns_are_few_and_of_about_equal_length(make_sweep, tmp_path):
     store, arm = sweeper.store, sweeper.store.arms()[0]
     assert sweeper.turns.turn_end(arm, 100) == FIRST_TURN  # nothing is known yet, and 40 steps are eight such turns
     store.end_turn(2, ArmTurn(0, 5, train_s=5.0, switch_s=0.25), 100, {})
-    # At 2.5 %, 9.75 s pay for the next switch, and 4.75 s are missing for the one so far: 3 turns of 15 s for 40 steps.
-    assert sweeper.turns.turn_end(store.arms()[0], 100) == 14
+    # At 2.5 %, 9.75 s pay for a switch: 4 turns of 10 steps.
+    assert sweeper.turns.turn_end(store.arms()[0], 100) == 10
     store.set_state(2, "stopped")
     assert sweeper.turns.turn_end(store.arms()[0], 100) == 40  # alone, it takes turns that are five times as long
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
 from groupgrad.apps.cli.yaml_files import read_setting, read_settings
-from groupgrad.apps.sweep.commands import apply_commands, check_queued
+from groupgrad.apps.sweep.commands import apply_commands, check_state
 from groupgrad.apps.sweep.report import arms_in_turn, cost, steps_so_far, table
 from groupgrad.apps.sweep.store import FILE, Store
 from groupgrad.apps.sweep.sweep_plan import SweepPlan, merged, read_plan
@@ -173,7 +173,7 @@ def _act(arguments: argparse.Namespace) -> int:
     if (arguments.set or arguments.from_weights) and arguments.what != "clone":
         raise ValueError(f"--set and --from-weights belong to clone, not to {arguments.what}")
     arm = store.find(arguments.arm)
-    check_queued(store, arguments.what, arm)
+    check_state(arguments.what, arm)
     changes = _changes(arguments.set or [])
     is_command_line = (store.fact("plan") or {}).get("kind") == "command line"
     if arguments.what == "clone":

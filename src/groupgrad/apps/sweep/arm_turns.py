@@ -17,7 +17,6 @@ import torch
 from groupgrad.apps.sweep import compare
 from groupgrad.apps.sweep.arm_run import ArmRun
 from groupgrad.apps.sweep.factory import ArmFactory
-from groupgrad.apps.sweep.report import cost
 from groupgrad.apps.sweep.sharing import SharedWeights
 from groupgrad.apps.sweep.store import DONE, FAILED, WAITING, Arm, Store
 from groupgrad.apps.sweep.sweep_plan import SweepPlan, arm_settings
@@ -29,7 +28,7 @@ FIRST_TURN = 5
 SWITCH_SHARE = 0.025
 """Share of the time that switching between arms should take."""
 LONGEST_TURN = 5
-"""Maximum length of a turn, in multiples of the turn that pays for one switch; a killed sweep loses its last turn."""
+"""Length of the turns of an arm that is alone, in multiples of those of others; a killed sweep loses its last turn."""
 COMMAND_CHECK_S = 1.0
 """Time between two looks for commands, which end a turn after its present step."""
 MEMORY_SHARE = 0.5
@@ -151,23 +150,19 @@ class ArmTurns:
         return arm.step + math.ceil((limit - arm.step) / num_turns)
 
     def _steps_by_cost(self, *, is_alone: bool) -> int:
-        """Number of steps of a turn that keeps the time of switching between arms within `SWITCH_SHARE`.
+        """Number of steps of a turn that keeps the time of switching between arms at `SWITCH_SHARE`.
 
-        The turn pays for its own switch, and for earlier switches whose turns a rung cut short. It takes `LONGEST_TURN`
-        times the training time that pays for one switch at most. An arm that is alone in its process takes that
-        longest turn: the end of a turn serves it only as a checkpoint.
+        An arm that is alone in its process takes turns that are `LONGEST_TURN` times as long: the end of a turn serves
+        it only as a checkpoint.
         """
         turns = [turn for turn in self.store.turns() if turn.last_step > turn.first_step]
         turns = [turn for turn in turns if turn.first_step > 0] or turns  # a first turn writes and warms up more
         if not turns:
             return FIRST_TURN
         step_s = statistics.median(turn.train_s / (turn.last_step - turn.first_step) for turn in turns)
-        switch_s, spent = statistics.median(turn.switch_s for turn in turns), cost(self.store)
-        wanted_s = [seconds * (1 - SWITCH_SHARE) / SWITCH_SHARE for seconds in (switch_s, spent.switch_s)]
-        missing_s = wanted_s[0] + max(0.0, wanted_s[1] - spent.train_s)
-        longest_s = LONGEST_TURN * wanted_s[0]
-        missing_s = longest_s if is_alone else min(missing_s, longest_s)
-        return max(FIRST_TURN, math.ceil(missing_s / max(step_s, 1e-6)))
+        switch_s = statistics.median(turn.switch_s for turn in turns)
+        wanted_s = switch_s * (1 - SWITCH_SHARE) / SWITCH_SHARE * (LONGEST_TURN if is_alone else 1)
+        return max(FIRST_TURN, math.ceil(wanted_s / max(step_s, 1e-6)))
 
     # ------------------------------------------------------------------------------------------------------- memory
 

@@ -24,29 +24,17 @@ _STATES_AFTER = {
 """Command -> the state of its arm afterwards, and the reason for it."""
 
 
-def check_queued(store: Store, kind: str, arm: Arm) -> None:
-    """ValueError if an arm's state, once the commands that are queued for it are taken, does not allow a command."""
-    state = arm.state
-    for command in store.queued():
-        if command.arm == arm.id and _obstacle(command.kind, state) is None:
-            state, _ = _STATES_AFTER.get(command.kind, (state, ""))
-    _check_state(kind, arm, state)
-
-
-def _check_state(kind: str, arm: Arm, state: str) -> None:
-    obstacle = _obstacle(kind, state)
+def check_state(kind: str, arm: Arm) -> None:
+    """ValueError if an arm's state does not allow a command."""
+    obstacle = None
+    if arm.state == DELETED:
+        obstacle = f"there is nothing to {kind}"
+    elif kind == "stop" and arm.state != WAITING:
+        obstacle = f"only an arm that is {WAITING} can be stopped"
+    elif kind == "resume" and arm.state in (WAITING, DONE):
+        obstacle = "there is nothing to resume"
     if obstacle is not None:
-        after = "" if state == arm.state else " after the commands that are queued"
-        raise ValueError(f"arm {arm.name} is {state}{after}, {obstacle}")
-
-
-def _obstacle(kind: str, state: str) -> str | None:
-    """The reason why an arm in a state cannot take a command; None if it can."""
-    if state == DELETED:
-        return f"there is nothing to {kind}"
-    if kind == "stop" and state != WAITING:
-        return f"only an arm that is {WAITING} can be stopped"
-    return "there is nothing to resume" if kind == "resume" and state in (WAITING, DONE) else None
+        raise ValueError(f"arm {arm.name} is {arm.state}, {obstacle}")
 
 
 def apply_commands(
@@ -73,7 +61,7 @@ def apply_commands(
             store.take(command, refused=True, message="the arm was deleted")
             continue
         try:
-            _check_state(command.kind, arm, arm.state)
+            check_state(command.kind, arm)
             if command.kind == "clone":
                 _clone(store, command, arm, *sweep())
                 continue
