@@ -75,10 +75,11 @@ def _read(given: Any) -> str | int | list[int]:
             value = int(given) if given.isdecimal() else list(map(int, parts))
     if value == "all" or (type(value) is int and value >= 1):
         return value
-    is_list = isinstance(value, (list, tuple)) and all(type(index) is int and index >= 0 for index in value)
-    if not is_list or not value or len(set(value)) < len(value):
+    indices = list(value) if isinstance(value, (list, tuple)) else []
+    is_right = all(type(index) is int and index >= 0 for index in indices) and len(set(indices)) == len(indices)
+    if not indices or not is_right:
         raise ValueError(f"devices={given!r} does not name devices, each once; {_FORMS}")
-    return list(value)
+    return indices
 
 
 def _processes(wanted: str | int | list[int], given: Any, num_threads: int, *, on_cpu: bool) -> list[Device]:
