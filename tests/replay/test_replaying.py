@@ -175,7 +175,7 @@ def test_mistakes_are_said_before_anything_is_repeated(run_of, tmp_path):
     folder = run_of("plain")
     fresh = make_trainer(tmp_path / "unused")
     for step, row, text in [
-        (13, None, "has no step 13; it has recorded 12 steps"),
+        (13, None, "has no step 13; it has recorded steps 1 to 12"),
         (0, None, "has no step 0"),
         (5, 8, "step 5 of .* has no row 8; it has rows 0 to 7"),
     ]:

@@ -89,7 +89,7 @@ def find_start(records: RunRecords, step: int, row: int | None = None) -> Replay
     check_processes(records)
     last = records.last_step
     if not 1 <= step <= last:
-        raise ReplayError(f"{records.name} has no step {step}; it has recorded {last} steps")
+        raise ReplayError(f"{records.name} has no step {step}; it has recorded steps 1 to {last}")
     sampled_at = _sampled_at(records, step)
     if row is not None:
         _check_row(records, step, sampled_at, row)
