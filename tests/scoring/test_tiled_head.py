@@ -19,11 +19,9 @@ from groupgrad.kernels.compile import SWITCH
 from groupgrad.scoring.head_tiles import slices
 from groupgrad.scoring.tiled_head import (
     LogitTransform,
-    LowRank,
     OutputHead,
     PrecomputedGradient,
     Tiles,
-    scores_with_gradient,
     tiled_scores,
 )
 
@@ -42,24 +40,28 @@ class Case:
     temperature: float = 1.0
     tiles: Tiles | None = None
     precomputed: PrecomputedGradient | None = None
-    adapter: LowRank | None = None
+    adapter: torch.Tensor | None = None
+    states: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Hidden states, the head's weight and bias, an adapter's states and second weight."""
-        adapter = (None, None) if self.adapter is None else (self.adapter.states, self.adapter.weight)
-        return [self.hidden, self.weight, self.bias, *adapter]
+        return [self.hidden, self.weight, self.bias, self.states, self.adapter]
 
     def inputs(self) -> list[torch.Tensor]:
         """The arguments that need a gradient."""
         return [x for x in self.tensors() if x is not None and x.requires_grad]
 
     def scores(self) -> TokenScores:
-        head = OutputHead(self.weight, self.bias, self.adapter)
-        options: Any = {"transform": self.transform, "temperature": self.temperature, "tiles": self.tiles}
-        if self.precomputed is not None:
-            return scores_with_gradient(self.hidden, head, self.tokens, self.precomputed, **options)
-        gives_entropy = self.of_entropy is not None
-        return tiled_scores(self.hidden, head, self.tokens, entropy_gradient=gives_entropy, **options)
+        return tiled_scores(
+            self.hidden,
+            OutputHead(self.weight, self.bias, self.adapter, self.states),
+            self.tokens,
+            transform=self.transform,
+            temperature=self.temperature,
+            entropy_gradient=self.of_entropy is not None,
+            precomputed=self.precomputed,
+            tiles=self.tiles,
+        )
 
     def loss(self, scores: TokenScores) -> torch.Tensor:
         loss = (scores.logprobs * self.of_logprobs).sum()
@@ -101,8 +103,8 @@ def make_case(
     of_entropy = torch.randn(num_tokens) if entropy else None
     of_logprobs = torch.randn(num_tokens)
     if rank:
-        states, second = (torch.randn(size, rank).to(dtype).requires_grad_() for size in (num_tokens, vocab))
-        options["adapter"] = LowRank(states, second)
+        for name, size in (("states", num_tokens), ("adapter", vocab)):
+            options[name] = torch.randn(size, rank).to(dtype).requires_grad_()
     return Case(hidden, weight, offset, tokens, of_logprobs, of_entropy, **options)
 
 
@@ -459,16 +461,6 @@ def test_ids_outside_the_vocabulary_are_seen():
     assert logprobs.isnan().nonzero().flatten().tolist() == [3]
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"hidden is \(2, 3\), weight \(5, 4\)"):
-        tiled_scores(
-            torch.zeros(2, 3),
-            OutputHead(torch.zeros(5, 4)),
-            torch.zeros(2, dtype=torch.long),
-            transform=LogitTransform(),
-        )
-
-
 class _Sizes(TorchDispatchMode):
     """Records the size of the largest tensor or storage that any operation returns, but for what was given."""
 
@@ -544,7 +536,7 @@ def test_without_kernels_the_logits_of_a_small_vocabulary_are_rounded_once(monke
     for actual in (
         tiled_scores(hidden, OutputHead(weight), tokens, transform=LogitTransform()),
         tiled_scores(hidden, OutputHead(weight, torch.zeros(19)), tokens, transform=LogitTransform()),
-        scores_with_gradient(hidden, OutputHead(weight), tokens, known, transform=LogitTransform()),
+        tiled_scores(hidden, OutputHead(weight), tokens, precomputed=known, transform=LogitTransform()),
     ):
         off = actual.logprobs.detach().double() - expected
         assert off.square().mean().sqrt() < 8e-7 and off.abs().max() < 4.5e-6

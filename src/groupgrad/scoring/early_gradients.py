@@ -16,7 +16,7 @@ from groupgrad.scoring.head_tiles import (
     Gradients,
     HeadGradRequest,
     HeadTask,
-    HeadWeights,
+    OutputHead,
     Scores,
     empty_gradients,
     rows_to_all,
@@ -54,7 +54,7 @@ class EarlyGradients:
 
 def early_gradients(
     hidden: torch.Tensor,
-    head: HeadWeights,
+    head: OutputHead,
     tokens: torch.Tensor,
     precomputed: PrecomputedGradient,
     task: HeadTask,
@@ -96,7 +96,7 @@ def early_gradients(
 def _add_tokens(
     grads: Gradients,
     hidden: torch.Tensor,
-    head: HeadWeights,
+    head: OutputHead,
     tokens: torch.Tensor,
     token_gradient: torch.Tensor,
     task: HeadTask,

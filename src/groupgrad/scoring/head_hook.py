@@ -17,7 +17,7 @@ from torch import nn
 from groupgrad.batch import TokenScores
 from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.logit_transform import head_layer
-from groupgrad.scoring.tiled_head import LogitTransform, scores_with_gradient, tiled_scores
+from groupgrad.scoring.tiled_head import LogitTransform, tiled_scores
 
 ENTROPY_TOKENS = 512
 """Tokens whose logits become entropies at a time, which bounds the scratch memory to tokens x vocabulary."""
@@ -103,16 +103,16 @@ class HeadHook:
             hidden = (hidden * self.scales.to(hidden.device)[:, None]).to(hidden.dtype)
         layer = head_layer(head)
         assert layer is not None  # otherwise there is no transform
-        arguments = (hidden, layer.output_head(hidden), self.tokens)
-        options: dict[str, Any] = {
-            "transform": transform,
-            "temperature": self.temperature,
-            "has_few_gradients": self.has_few_gradients,
-        }
-        if self.precomputed is None or self.entropy_gradient:
-            scores = tiled_scores(*arguments, entropy_gradient=self.entropy_gradient, **options)
-        else:
-            scores = scores_with_gradient(*arguments, self.precomputed, **options)
+        scores = tiled_scores(
+            hidden,
+            layer.output_head(hidden),
+            self.tokens,
+            transform=transform,
+            temperature=self.temperature,
+            entropy_gradient=self.entropy_gradient,
+            precomputed=self.precomputed,
+            has_few_gradients=self.has_few_gradients,
+        )
         device = self.tokens.device
         return TokenScores(scores.logprobs.to(device).float(), scores.entropy.to(device).float())
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from groupgrad.kernels import library
 from groupgrad.kernels.head import BITS, SoftmaxSums, TileGradient, pass_tile
@@ -69,13 +70,21 @@ _TILES = {"cpu": Tiles(512, 2048), "cuda": Tiles(4096, 8192)}
 
 
 @dataclass(slots=True, frozen=True)
-class HeadWeights:
-    """A head's weight (V, H), and beside it the weight (V, r) of a low-rank adapter, read as one (V, H + r)."""
+class OutputHead:
+    """An output head, and what a low-rank adapter on it adds for the hidden states of one call.
+
+    The output z (L, V) for hidden states (L, H) is hidden @ weight.T + bias + states @ adapter.T. As a sequence it is
+    the weight (V, H + r) of both matrices.
+    """
 
     weight: torch.Tensor
-    adapter: torch.Tensor | None
-    bias: torch.Tensor | None
+    """(V, H)."""
+    bias: torch.Tensor | None = None
     """(V,)."""
+    adapter: torch.Tensor | None = None
+    """(V, r); None without an adapter. Gradients flow into it and into its states too."""
+    states: torch.Tensor | None = None
+    """(L, r), computed from the hidden states."""
 
     def __len__(self) -> int:
         return len(self.weight)
@@ -93,6 +102,15 @@ class HeadWeights:
     def device(self) -> torch.device:
         """Device of all weights."""
         return self.weight.device
+
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(L, V), all at once: z, in the dtype of the weight or of autocast."""
+        hidden = hidden.to(self.weight.device)
+        if hidden.dtype == torch.float32 and self.weight.dtype == torch.bfloat16 and not hidden.is_cuda:
+            z = F.linear(hidden, self.weight.float(), None if self.bias is None else self.bias.float())
+        else:
+            z = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        return z if self.states is None or self.adapter is None else z + F.linear(self.states, self.adapter).to(z)
 
 
 @dataclass(slots=True, frozen=True)
@@ -200,7 +218,7 @@ class Gradients:
     bias: torch.Tensor | None
 
 
-def empty_gradients(num_tokens: int, head: HeadWeights, task: HeadTask, needed: tuple[bool, bool, bool]) -> Gradients:
+def empty_gradients(num_tokens: int, head: OutputHead, task: HeadTask, needed: tuple[bool, bool, bool]) -> Gradients:
     """Memory for the gradients of hidden states, weight and bias where needed; the first tile overwrites it."""
     make = torch.empty if num_tokens else torch.zeros
     like: dict[str, Any] = {"dtype": task.exact, "device": head.device}
@@ -222,7 +240,7 @@ def rows_to_all(part: torch.Tensor | None, rows: torch.Tensor, num_tokens: int) 
 class _Grid:
     """The tiles of one pass and the scratch memory that they share. `slopes` keeps the slopes of the cap."""
 
-    def __init__(self, num_tokens: int, head: HeadWeights, task: HeadTask, *, slopes: bool):
+    def __init__(self, num_tokens: int, head: OutputHead, task: HeadTask, *, slopes: bool):
         self._head, self._task = head, task
         self.tokens = list(slices(num_tokens, task.tiles.tokens))
         """Slices of the tokens; the first is the longest."""
@@ -292,7 +310,7 @@ class _Grid:
         return tile if self._rounded is None else _view(self._rounded, tile.shape).copy_(tile)
 
 
-def score_pass(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask) -> Scores:
+def score_pass(hidden: torch.Tensor, head: OutputHead, tokens: torch.Tensor, task: HeadTask) -> Scores:
     """Scores in one pass; sums are rescaled when a larger logit appears. `hidden` has the products' dtype."""
     grid = _Grid(len(hidden), head, task, slopes=task.keep_direction)
     if grid.kernels is not None:
@@ -333,7 +351,7 @@ def score_pass(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, ta
 
 
 def _compiled_scores(
-    grid: _Grid, hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask
+    grid: _Grid, hidden: torch.Tensor, head: OutputHead, tokens: torch.Tensor, task: HeadTask
 ) -> Scores:
     kernels, sums = grid.kernels, SoftmaxSums.empty(len(hidden))
     assert kernels is not None
@@ -359,7 +377,7 @@ def _compiled_scores(
 
 def gradient_pass(
     hidden: torch.Tensor,
-    head: HeadWeights,
+    head: OutputHead,
     request: HeadGradRequest,
     task: HeadTask,
     grads: Gradients,
@@ -385,7 +403,7 @@ def gradient_pass(
 
 
 def scored_gradient_pass(
-    hidden: torch.Tensor, head: HeadWeights, request: HeadGradRequest, task: HeadTask, grads: Gradients
+    hidden: torch.Tensor, head: OutputHead, request: HeadGradRequest, task: HeadTask, grads: Gradients
 ) -> tuple[Scores, torch.Tensor]:
     """`gradient_pass` from normalisers that are nearly right, which also computes the scores exactly.
 
@@ -479,7 +497,7 @@ def _gradient_tile(
 
 
 def token_logits(
-    hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, task: HeadTask
+    hidden: torch.Tensor, head: OutputHead, tokens: torch.Tensor, task: HeadTask
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(L,) logits of the tokens alone, in bits, NaN for ids outside the vocabulary; (L,) slopes of the cap, or None."""
     ids = tokens.clamp(0, len(head) - 1)

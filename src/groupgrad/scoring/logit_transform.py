@@ -18,7 +18,7 @@ from groupgrad.models.adapters import active_adapters, is_adapted
 from groupgrad.models.families import logit_effect
 from groupgrad.models.load import Float32Linear
 from groupgrad.models.shards import is_zero_sharded
-from groupgrad.scoring.tiled_head import LogitTransform, LowRank, OutputHead
+from groupgrad.scoring.tiled_head import LogitTransform, OutputHead
 
 _ABOUT_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")
 # Fields with such names that do not affect the head's output.
@@ -40,7 +40,7 @@ class HeadLayer:
             return OutputHead(weight, bias)
         states = [scale * a(dropout(hidden.to(a.weight.dtype))) for dropout, a, _, scale in self.adapters]
         second = torch.cat([b.weight for _, _, b, _ in self.adapters], dim=1)
-        return OutputHead(weight, bias, LowRank(torch.cat(states, dim=1), second))
+        return OutputHead(weight, bias, second, torch.cat(states, dim=1))
 
 
 def head_layer(head: Any) -> HeadLayer | None:
