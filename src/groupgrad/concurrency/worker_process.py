@@ -60,7 +60,7 @@ class WorkerProcess:
         self._child = _Child(name, (tuple(functions), setup, memory_bytes), dict(environment or {}))
         self._thread = DedicatedThread(name)  # the process ends with the thread that has started it
         # Before multiprocessing waits for its processes at exit.
-        util.Finalize(self, _Child.end, args=(self._child,), exitpriority=10)
+        util.Finalize(self, _Child.kill, args=(self._child,), exitpriority=10)
 
     @property
     def pid(self) -> int | None:
@@ -86,13 +86,12 @@ class WorkerProcess:
 
 
 class _Child:
-    """The process and its connection. `kill` and `end` are for any thread, the rest for one."""
+    """The process and its connection. `kill` is for any thread, the rest for one."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...], environment: dict[str, str]):
         self._name, self._arguments, self._environment = name, arguments, environment
         self.num_kills = 0
         """A call made before the last of them is taken back."""
-        self._is_final = False
         self._process: Any = None
         self._connection: Any = None
         self._lock = threading.Lock()
@@ -101,11 +100,6 @@ class _Child:
     def pid(self) -> int | None:
         process = self._process
         return None if process is None else process.pid
-
-    def end(self) -> None:
-        """`kill`, for good."""
-        self._is_final = True
-        self.kill()
 
     def kill(self) -> None:
         """Ends the process and its descendants and takes back the calls made so far."""
@@ -171,7 +165,7 @@ class _Child:
             raise WorkerNotStarted(f"{type(error).__name__}: {error}") from error
 
     def _check_wanted(self, num_kills: int) -> None:
-        if num_kills != self.num_kills or self._is_final:
+        if num_kills != self.num_kills:
             raise WorkerDied("was stopped")
 
     def _receive(self, timeout_s: float | None) -> bytes | None:
