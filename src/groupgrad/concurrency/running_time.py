@@ -5,7 +5,6 @@ System clocks go on during a suspension, so a deadline measured by them would ha
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -26,31 +25,21 @@ def slices(seconds: float | None) -> Iterator[float]:
 
 
 class RunningTime:
-    """Seconds since it was made on this thread, read on any.
+    """Seconds since it was made, read on any thread.
 
-    A pause of more than `2 * SLICE_S` without a `tick` counts as this thread's computing time in it: the process was
-    suspended, or the thread has computed and kept Python's lock, so that no other thread could call `tick`.
+    A pause of more than `2 * SLICE_S` without a `tick` counts as the computing time in it: the process was suspended,
+    or a call has computed and kept Python's lock, so that no other thread could call `tick`.
     """
 
     def __init__(self) -> None:
-        clock = getattr(time, "pthread_getcpuclockid", None)
-        self._clock = None if clock is None else clock(threading.get_ident())
-        self._seen = 0.0, time.monotonic(), self._computed()
+        self._seen = 0.0, time.monotonic(), time.process_time()
 
     def seconds(self) -> float:
         """The time so far."""
         counted, woke, computed = self._seen
-        return counted + min(time.monotonic() - woke, max(self._computed() - computed, 2 * SLICE_S))
+        return counted + min(time.monotonic() - woke, max(time.process_time() - computed, 2 * SLICE_S))
 
     def tick(self) -> float:
         """The time so far. For one thread, which calls it every `SLICE_S` seconds or more often."""
-        self._seen = self.seconds(), time.monotonic(), self._computed()
+        self._seen = self.seconds(), time.monotonic(), time.process_time()
         return self._seen[0]
-
-    def _computed(self) -> float:
-        if self._clock is None:
-            return time.process_time()
-        try:
-            return time.clock_gettime(self._clock)
-        except OSError:  # the thread has ended
-            return 0.0
