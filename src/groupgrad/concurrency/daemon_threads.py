@@ -1,4 +1,4 @@
-"""Threads that never keep the interpreter from ending: a pool of them, and single ones."""
+"""Threads that never keep the interpreter from ending: one for each function, or one for many."""
 
 from __future__ import annotations
 
@@ -9,43 +9,24 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-IDLE_S = 10.0
-"""Seconds without work after which a thread ends."""
-
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Runs each function on an idle daemon thread, or on a new one if there is none.
+    """Runs each function on a daemon thread of its own, so that none waits for one that hangs.
 
-    The number of threads has no limit: a function that hangs keeps its own thread and no other waits for it. A subclass
-    of ThreadPoolExecutor, whose own threads are never started, because event loops accept no other default executor.
+    A subclass of ThreadPoolExecutor, whose own threads are never started, because event loops accept no other default
+    executor.
     """
 
     def __init__(self, name: str):
         super().__init__(1)
         self._name = name
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        """Counts the threads that wait for work which has not been submitted yet."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts `fn`. RuntimeError if the system has no more threads."""
         future: Future[Any] = Future()
-        if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        self._work.put((future, functools.partial(fn, *args, **kwargs)))
+        work = future, functools.partial(fn, *args, **kwargs)
+        threading.Thread(target=_answer, args=work, name=self._name, daemon=True).start()
         return future
-
-    def _run(self) -> None:
-        while True:
-            try:
-                future, function = self._work.get(timeout=IDLE_S)
-            except queue.Empty:
-                # Without the count, `submit` has just reserved this thread and its work is on the way.
-                if self._idle.acquire(blocking=False):
-                    return
-                continue
-            _answer(future, function, self._idle.release)
-            del future, function  # an idle thread keeps no arguments alive
 
 
 class DedicatedThread:
@@ -93,7 +74,7 @@ def _run_all(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del function  # a waiting thread keeps nothing alive
 
 
-def _answer(future: Future[Any], function: Callable[[], Any], end: Callable[[], None]) -> None:
+def _answer(future: Future[Any], function: Callable[[], Any], end: Callable[[], None] = lambda: None) -> None:
     """Runs `function`, calls `end`, and gives the future the result, whose reader may submit again at once."""
     result = error = None
     is_wanted = future.set_running_or_notify_cancel()
