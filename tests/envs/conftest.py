@@ -14,7 +14,7 @@ from groupgrad.envs.environments import Environments
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    pool = Workers(8, blocked_s=0.2)
+    pool = Workers(8)
     yield pool
     pool.close()
 

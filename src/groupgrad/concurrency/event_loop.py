@@ -27,14 +27,8 @@ class LoopThread:
         """One loop at most. A list, because the finalizer must share it without referring to this object."""
         weakref.finalize(self, _stop, self._running)
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop of the last coroutine; None if it has ended or was given up."""
-        with self._lock:
-            return self._running[0][0] if self._running else None
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[Future[T], asyncio.AbstractEventLoop]:
-        """Starts a coroutine; returns its future and its loop. Wait for the future on another thread only."""
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine. Wait for its future on another thread only."""
         with self._lock:
             if not self._running or not self._running[0][1].is_alive():
                 loop = asyncio.new_event_loop()
@@ -43,8 +37,7 @@ class LoopThread:
                 thread = threading.Thread(target=_run, args=(loop,), name=self._name, daemon=True)
                 thread.start()
                 self._running[:] = [(loop, thread)]
-            loop = self._running[0][0]
-            return asyncio.run_coroutine_threadsafe(coroutine, loop), loop
+            return asyncio.run_coroutine_threadsafe(coroutine, self._running[0][0])
 
     def close(self) -> None:
         """Cancels the coroutines that still run and ends the thread. May be called any number of times."""
@@ -52,19 +45,6 @@ class LoopThread:
         with self._lock:
             running, self._running[:] = list(self._running), []
         _stop(running)
-
-    def give_up(self, loop: asyncio.AbstractEventLoop | None) -> bool:
-        """Leaves a loop that seems blocked, so that the next coroutine starts a new one; True if it was the present.
-
-        It goes on with what it has begun, and then ends.
-        """
-        with self._lock:
-            if not self._running or self._running[0][0] is not loop:
-                return False
-            left, thread = self._running.pop()
-        if thread.is_alive():
-            asyncio.run_coroutine_threadsafe(_stop_when_idle(), left)
-        return True
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -77,12 +57,6 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()
-
-
-async def _stop_when_idle() -> None:
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others)
-    asyncio.get_running_loop().stop()
 
 
 def _stop(running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]]) -> None:

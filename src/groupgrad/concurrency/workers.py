@@ -8,10 +8,9 @@ import functools
 import inspect
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,23 +71,15 @@ class _Call:
     """The thread of a plain function; None: any."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     started: float | None = None
-    """`time.monotonic()` when it started running."""
+    """`time.monotonic()` when it started running; of an async function when it was given to the event loop."""
     awaitable: Any = None
     """The awaitable that a plain function returned."""
-    _claimed: threading.Lock = field(default_factory=threading.Lock)
+    has_begun: bool = False
+    """An event loop has begun to run it."""
 
     @property
     def seconds(self) -> float:
         return 0.0 if self.started is None else time.monotonic() - self.started
-
-    @property
-    def is_claimed(self) -> bool:
-        """True if an event loop has started the call."""
-        return self._claimed.locked()
-
-    def claim(self) -> bool:
-        """True once: for the first event loop that starts the call, or for the supervisor that gives it up before."""
-        return self._claimed.acquire(blocking=False)
 
     def run(self) -> Outcome:
         """The outcome of a plain function. An awaitable that it returns is the value, for an event loop to await."""
@@ -102,9 +93,7 @@ class _Call:
 
     async def run_async(self) -> Outcome:
         """The outcome of an async function, or of the awaitable that a plain one returned."""
-        if not self.claim():
-            return Outcome(error=RuntimeError("it was interrupted on another event loop"))
-        self.started = self.started or time.monotonic()
+        self.has_begun = True
         try:
             value = await (self.function() if self.awaitable is None else self.awaitable)
             return Outcome(value if self.then is None else self.then(value), seconds=self.seconds)
@@ -121,17 +110,15 @@ class Workers:
     - time in which the process is suspended counts for no deadline;
     - a plain function past its deadline is answered as timed out and its thread is no longer counted, so that the pool
       never shrinks;
-    - an async function past its deadline is answered and cancelled;
-    - an event loop that does not move for `blocked_s` seconds after a deadline, because an async function blocks it, is
-      replaced; calls that had not started move to the new one.
+    - an async function past its deadline is answered and cancelled. While one blocks the event loop, the others wait,
+      and are answered at their deadlines too.
 
     All threads are daemons, so that a hanging function does not keep the interpreter from ending. Thread-safe. Usable
     again after `close`.
     """
 
-    def __init__(self, num_threads: int = 16, *, blocked_s: float = 2.0):
+    def __init__(self, num_threads: int = 16):
         self._num_threads = num_threads
-        self._blocked_s = blocked_s
         self._threads = DaemonThreads("tool-worker")
         self._supervisors = LoopThread("tool-supervisor")
         # The fields below are used on the supervisors' loop only.
@@ -166,17 +153,13 @@ class Workers:
             error = RuntimeError("its workers were closed") if ended.cancelled() else ended.exception()
             future.set_result(ended.result() if error is None else Outcome(error=error))
 
-        self._supervisors.submit(self._supervise(call))[0].add_done_callback(answer)
+        self._supervisors.submit(self._supervise(call)).add_done_callback(answer)
         return future
 
     def close(self) -> None:
         """Answers every open call with an error and ends the threads. May be called any number of times."""
         self._supervisors.close()
         self._free_threads = asyncio.Semaphore(self._num_threads)  # a semaphore belongs to one loop
-        if USER_LOOP.loop is not None:  # no supervisor is left to find that a call blocks it
-            heartbeat, loop = USER_LOOP.submit(asyncio.sleep(0))
-            if wait([heartbeat], timeout=self._blocked_s).not_done:
-                USER_LOOP.give_up(loop)
 
     # ---------------------------------------------------------------------- supervisors, on a loop of their own
 
@@ -204,48 +187,29 @@ class Workers:
                 running.add_done_callback(lambda late: _discard(late.result().value))
 
     async def _supervise_on_loop(self, call: _Call) -> Outcome:
-        running, loop = call.context.run(USER_LOOP.submit, call.run_async())
+        call.started = call.started or time.monotonic()
+        running = call.context.run(USER_LOOP.submit, call.run_async())
         ended = asyncio.wrap_future(running)
         try:
-            # A blocked loop never starts a call, so before the start the deadline counts from the submission.
-            while (left_s := call.timeout_s - call.seconds) > 0:
-                for wait_s in slices(left_s):
-                    await asyncio.wait({ended}, timeout=wait_s)
-                    if running.done():
-                        return running.result()
-                    if loop is not USER_LOOP.loop and not call.is_claimed:  # given up before it came to this call
-                        running.cancel()
-                        running, loop = call.context.run(USER_LOOP.submit, call.run_async())
-                        ended = asyncio.wrap_future(running)
-                self._check_loop()
+            for wait_s in slices(call.timeout_s - call.seconds):
+                await asyncio.wait({ended}, timeout=wait_s)
+                if running.done():
+                    return running.result()
             return self._time_out(call)
         finally:
             running.cancel()
-            if call.claim():  # no loop has started it
+            if not call.has_begun:
                 _discard(call.awaitable)
-
-    def _check_loop(self) -> None:
-        """Replaces the event loop unless it runs a coroutine within `blocked_s` seconds."""
-        heartbeat, loop = USER_LOOP.submit(asyncio.sleep(0))
-
-        def replace() -> None:
-            # Calls that have started stay on the old loop, each with its deadline; the others' supervisors move them.
-            if not heartbeat.done() and USER_LOOP.give_up(loop):
-                logger.warning(
-                    "an async reward function, tool or environment method blocks its event loop; the loop was given up "
-                    "and replaced. Await what takes time, or make the function a plain one: plain tools run on threads "
-                    "of their own"
-                )
-
-        asyncio.get_running_loop().call_later(self._blocked_s, replace)
 
     def _time_out(self, call: _Call) -> Outcome:
         if call.name and call.name not in self._warned:
             self._warned.add(call.name)
+            has_begun = not call.is_async or call.has_begun
             logger.warning(
-                "'%s' did not end within %g seconds and was answered as timed out; should it still end, its result "
+                "'%s' did not %s within %g seconds and was answered as timed out; should it still end, its result "
                 "is dropped. Said once for each name",
                 call.name,
+                "end" if has_begun else "begin, since another async function blocks the event loop,",
                 call.timeout_s,
             )
         return late(call.timeout_s, call.seconds)

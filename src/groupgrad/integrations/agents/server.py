@@ -212,7 +212,7 @@ class Address:
         )
         self._server = uvicorn.Server(config)
         self._loop = LoopThread("agent-address")
-        self._served, _ = self._loop.submit(self._server.serve(sockets=[self._socket]))
+        self._served = self._loop.submit(self._server.serve(sockets=[self._socket]))
 
     def close(self) -> None:
         """Ends the server. May be called any number of times."""

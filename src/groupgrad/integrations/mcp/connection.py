@@ -38,12 +38,12 @@ _STARTS = asyncio.Semaphore(STARTS_AT_ONCE)
 
 async def on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine of a connection from another event loop; cancelled with the caller."""
-    return await asyncio.wrap_future(_LOOP.submit(coroutine)[0])
+    return await asyncio.wrap_future(_LOOP.submit(coroutine))
 
 
 def run_on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine of a connection and waits for it on this thread."""
-    return _LOOP.submit(coroutine)[0].result()
+    return _LOOP.submit(coroutine).result()
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,9 @@ def _close_all() -> None:
     async def close() -> None:
         await asyncio.gather(*(session.close() for session in _OPEN))
 
-    if _OPEN and _LOOP.loop is not None:
+    if _OPEN:
         with suppress(FuturesTimeout):
-            _LOOP.submit(close())[0].result(EXIT_S)
+            _LOOP.submit(close()).result(EXIT_S)
 
 
 def _close_soon(held: list[_Session]) -> None:
