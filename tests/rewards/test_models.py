@@ -97,13 +97,6 @@ def test_a_row_that_ends_with_the_padding_token_is_scored_at_its_end(make_rollou
     assert model.config.pad_token_id == own_pad
 
 
-def test_with_all_ids_in_use_rows_are_padded_with_one_that_ends_none():
-    model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<eos>")
-    rows = [[*range(3, len(WORDS)), 2, 0, 1], [WORDS.index("sky"), 1]]
-    scorer = RewardModel(model, tokenizer, RewardModelOptions())
-    assert scorer._forward(rows) == pytest.approx([by_hand(model, row) for row in rows], abs=1e-6)
-
-
 @pytest.mark.parametrize("content", ["the sky", [{"type": "text", "text": "the "}, {"type": "text", "text": "sky"}]])
 def test_conversations_go_through_the_template(make_rollouts, content):
     model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")

@@ -211,13 +211,8 @@ class RewardModel:
         return logits[:, 0].float().tolist()
 
     def _unused_id(self, rows: Sequence[Sequence[int]]) -> int:
-        """The padding token, or another id that is in no row: a model takes the padding id at a row's end for padding.
-
-        With all ids in use, one that ends no row.
-        """
-        ids = (self._pad_id, *range(len(self._tokenizer)))
-        for taken in ({token for row in rows for token in row}, {row[-1] for row in rows}):
-            unused = next((token for token in ids if token not in taken), None)
-            if unused is not None:
-                return unused
-        return self._pad_id
+        """The padding token, or another id that is in no row: models take the padding id at a row's end for padding."""
+        taken = {token for row in rows for token in row}
+        return next(
+            (token for token in (self._pad_id, *range(len(self._tokenizer))) if token not in taken), self._pad_id
+        )
