@@ -7,6 +7,7 @@ several completions at once, and so that a branch keeps its keys and values in t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -19,7 +20,6 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from groupgrad.chat.chat_format import ResponseParser
-from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.workers import Outcome, Workers
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
@@ -211,10 +211,8 @@ class _Program:
     async def run(self) -> Rollout:
         """The finished rollout."""
         session, row = self._session, copy_containers(dict(self._data))
-        arguments, limit_s = {"row": row, "session": session}, self._rollouts.options.timeout_s
-        name = f"the agent of row {self._row}"
-        call = _positional(self._rollouts.agent)
-        running = self._rollouts.workers.call(call, arguments, timeout_s=limit_s, name=name)
+        call, limit_s = functools.partial(self._rollouts.agent, row, session), self._rollouts.options.timeout_s
+        running = self._rollouts.workers.call(call, {}, timeout_s=limit_s, name=f"the agent of row {self._row}")
         running.add_done_callback(lambda _: session.end())
         while True:
             # A program that has asked waits for the answer itself, unless it asks several things at the same time.
@@ -358,21 +356,6 @@ class _Program:
         if problem or not has_tokens:
             return problem or "the agent returned without a request that was answered", "error"
         return "", "eos"
-
-
-def _positional(agent: Callable[..., Any]) -> Callable[..., Any]:
-    """The agent, which may name its parameters as it likes, as a function of `row` and `session`, async if it is."""
-    if is_async(agent):
-
-        async def call_async(row: Any, session: Any) -> Any:
-            return await agent(row, session)
-
-        return call_async
-
-    def call(row: Any, session: Any) -> Any:
-        return agent(row, session)
-
-    return call
 
 
 def _joined(branches: Sequence[Any], name: str) -> list[Any]:
