@@ -48,11 +48,9 @@ class _Level:
 
     counts: list[int]
     """Number of spans that still have a chunk, for each step."""
-    is_first: bool
-    """True if no prompt among these tokens comes before its spans."""
     sources: torch.Tensor
-    """(n,) int64 index of each span's initial state: in `initial` of `scan` if `is_first`, else in the final states
-    of the level before."""
+    """(n,) int64 index of each span's initial state: in the first level in `initial` of `scan`, else in the final
+    states of the level before."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,7 +102,7 @@ class Chunks:
         outputs: list[torch.Tensor] = []
         finals: list[torch.Tensor] = []
         for level in self.levels:
-            state = (initial if level.is_first else finals[-1]).index_select(0, level.sources)
+            state = (finals[-1] if finals else initial).index_select(0, level.sources)
             ended: list[torch.Tensor] = []
             for count in level.counts:
                 if count < len(state):
@@ -253,27 +251,35 @@ class Recurrence:
             self._rectangles[device] = [_rectangles(level, device) for level in lengths]
         return self._rectangles[device]
 
+    def _levels(self, *, longest_first: bool = False) -> tuple[list[tuple[list[TokenSpan], list[int]]], list[int]]:
+        """Prompts, and the spans behind them, each level with the indices of its initial states; the ends wanted."""
+        given = {self._spans[index].start: rank for rank, index in enumerate(self._continuing)}
+        number_of: dict[int, int] = {}
+        """First place of a span -> its number over all levels."""
+        levels = []
+        for is_behind in (False, True):
+            level = [span for span in self._spans if (span.shared is not None) == is_behind]
+            if longest_first:
+                level.sort(key=lambda span: -span.length)
+            if level:
+                # Prompts are the first level, so their numbers there are those over all levels.
+                sources = [number_of[s.shared.start] if s.shared else given.get(s.start, len(given)) for s in level]
+                levels.append((level, sources))
+                number_of |= {span.start: len(number_of) + rank for rank, span in enumerate(level)}
+        return levels, [number_of[self._spans[index].start] for index in self._left]
+
     def _make_packed(self, device: torch.device) -> Packed:
         def tensor(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int64, device=device)
 
+        spans_of_levels, ends = self._levels()
         levels: list[PackedLevel] = []
         places: list[np.ndarray] = []
-        number_of: dict[int, int] = {}
-        """First place of a span -> its number over all levels."""
-        given = {self._spans[index].start: rank for rank, index in enumerate(self._continuing)}
-        for is_behind in (False, True):
-            level = [span for span in self._spans if (span.shared is not None) == is_behind]
-            if not level:
-                continue
-            # Prompts are the first level, so their numbers there are those over all levels.
-            sources = [number_of[s.shared.start] if s.shared else given.get(s.start, len(given)) for s in level]
-            number_of.update({span.start: len(number_of) + rank for rank, span in enumerate(level)})
+        for level, sources in spans_of_levels:
             flat = np.concatenate([np.arange(s.start, s.start + s.length) for s in level])
             bounds = np.cumsum([0, *(span.length for span in level)])
             levels.append(PackedLevel(tensor(flat), tensor(bounds), tensor(sources)))
             places.append(flat)
-        ends = [number_of[self._spans[index].start] for index in self._left]
         return Packed(tuple(levels), tensor(np.argsort(np.concatenate(places))), tensor(ends))
 
     @cached_property
@@ -289,37 +295,23 @@ class Recurrence:
         return sum(-(-span.length // size) * size * (size + _STATE_WIDTH) for span in self._spans)
 
     def _make_chunks(self, size: int, device: torch.device) -> Chunks:
-        first = [span for span in self._spans if span.shared is None]
-        behind = [span for span in self._spans if span.shared is not None]
+        spans_of_levels, ends = self._levels(longest_first=True)
         starts: list[np.ndarray] = []
         lengths: list[np.ndarray] = []
         levels: list[_Level] = []
-        rank_of_start: dict[int, int] = {}
-        place_of_start: dict[int, int] = {}
-        given = {self._spans[index].start: rank for rank, index in enumerate(self._continuing)}
-        for level in (first, behind):
-            if not level:
-                continue
-            ordered = sorted(level, key=lambda span: -span.length)
-            start = np.array([span.start for span in ordered])
-            length = np.array([span.length for span in ordered])
+        for level, sources in spans_of_levels:
+            start = np.array([span.start for span in level])
+            length = np.array([span.length for span in level])
             counts = [int((length > done).sum()) for done in range(0, int(length[0]), size)]
             for step, count in enumerate(counts):
                 starts.append(start[:count] + step * size)
                 lengths.append(np.minimum(length[:count] - step * size, size))
-            sources = [
-                given.get(span.start, len(given)) if span.shared is None else rank_of_start[span.shared.start]
-                for span in ordered
-            ]
-            levels.append(_Level(counts, level is first, torch.tensor(sources, device=device)))
-            rank_of_start = {span.start: rank for rank, span in enumerate(ordered)}
-            place_of_start.update({start: len(place_of_start) + rank for start, rank in rank_of_start.items()})
+            levels.append(_Level(counts, torch.tensor(sources, device=device)))
         offset = np.arange(size)
         begin, count = np.concatenate(starts)[:, None], np.concatenate(lengths)[:, None]
         places = np.where(offset < count, begin + offset, self._num_tokens)
         inverse = np.empty(self._num_tokens, dtype=np.int64)
         inverse[places[offset < count]] = np.flatnonzero(offset < count)
-        ends = [place_of_start[self._spans[index].start] for index in self._left]
         return Chunks(
             to_device(torch.from_numpy(places.astype(np.int64)), device),
             to_device(torch.from_numpy(inverse), device),
