@@ -169,7 +169,7 @@ def test_many_servers_start_a_few_at_a_time() -> None:
         await asyncio.gather(*(environment.reset() for environment in environments))
         await asyncio.gather(*(environment.close() for environment in environments))
 
-    watching, _ = connection._LOOP.submit(watch())
+    watching = connection._LOOP.submit(watch())
     asyncio.run(begin())
     watching.cancel()
     assert max(starting) == connection.STARTS_AT_ONCE

@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import shlex
+import tempfile
 import weakref
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import TimeoutError as FuturesTimeout
@@ -165,7 +166,8 @@ class _Session:
         self._loop = asyncio.get_running_loop()
         self._opened = asyncio.Event()
         self._closing = asyncio.Event()
-        self._tail = bytearray()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read once the session has ended
+        """The standard error of a process."""
         self._holder = self._loop.create_task(self._hold())
         _OPEN.add(self)
         self._holder.add_done_callback(lambda _: _OPEN.discard(self))
@@ -174,29 +176,27 @@ class _Session:
     async def start(cls, server: Server) -> _Session:
         """A connected session. ConnectionError with the process's last words otherwise."""
         async with nullcontext() if server.is_address else _STARTS:
-            return await cls._start(server)
-
-    @classmethod
-    async def _start(cls, server: Server) -> _Session:
-        session = cls(server)
-        opened = asyncio.create_task(session._opened.wait())
-        await asyncio.wait(
-            {opened, session._holder}, timeout=server.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        opened.cancel()
-        if session._opened.is_set():
-            return session
-        problem = f"no answer within {server.start_timeout_s:g} seconds"
-        if session._holder.done():
-            problem = _innermost_text(session._holder.exception())
-        session._holder.cancel()
-        await asyncio.wait({session._holder})
+            session = cls(server)
+            opened = asyncio.create_task(session._opened.wait())
+            await asyncio.wait(
+                {opened, session._holder}, timeout=server.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            opened.cancel()
+            if session._opened.is_set():
+                return session
+            problem = f"no answer within {server.start_timeout_s:g} seconds"
+            if session._holder.done():
+                problem = _innermost_text(session._holder.exception())
+            session._holder.cancel()
+            await asyncio.wait({session._holder})
         verb = "reached" if server.is_address else "started"
         raise ConnectionError(f"the MCP server '{server.target}' could not be {verb}: {problem}{session.last_words()}")
 
     def last_words(self) -> str:
         """The end of the process's standard error, as the end of a message."""
-        text = self._tail.decode(errors="replace").strip()
+        file = self._errors.fileno()
+        end = os.pread(file, _MAX_TAIL, max(0, os.fstat(file).st_size - _MAX_TAIL))
+        text = end.decode(errors="replace").strip()
         return f". Its last messages:\n{text}" if text else ""
 
     def close_soon(self) -> None:
@@ -236,21 +236,7 @@ class _Session:
 
         command, *arguments = shlex.split(self._server.target)
         parameters = StdioServerParameters(command=command, args=arguments, env=dict(self._server.env or {}))
-        return stdio_client(parameters, errlog=stack.enter_context(self._open_tail()))
-
-    def _open_tail(self) -> Any:
-        """The write end of a pipe, whose last bytes are kept: a server may write a line for each call."""
-        read_end, write_end = os.pipe()
-
-        def read() -> None:
-            data = os.read(read_end, 65536)
-            self._tail[:] = (self._tail + data)[-_MAX_TAIL:]
-            if not data:
-                self._loop.remove_reader(read_end)
-                os.close(read_end)
-
-        self._loop.add_reader(read_end, read)
-        return os.fdopen(write_end, "w")
+        return stdio_client(parameters, errlog=self._errors)
 
 
 _OPEN: set[_Session] = set()
