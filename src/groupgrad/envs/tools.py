@@ -9,12 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from groupgrad.chat import ToolCall
 from groupgrad.chat.tool_messages import Content, NotJson, cut, render, returned
 from groupgrad.concurrency.callables import function_name, innermost
-from groupgrad.concurrency.daemon_threads import DedicatedThread
 from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here
 from groupgrad.data.values import short_repr
 from groupgrad.envs.schemas import argument_problem, describe, ready_schema
@@ -147,31 +146,15 @@ def _make_function_tool(function: Any, index: int) -> Tool:
     return make_tool(function, name, f"the tool '{name}'")
 
 
-class MethodOwner(Protocol):
-    """A rollout's environment, whose methods are tools."""
-
-    thread: DedicatedThread
-    """The thread on which its plain methods run."""
-    must_discard: bool
-    """Set to True when a call has timed out, since it may still run."""
-
-    def method(self, name: str) -> Callable[..., Any]:
-        """A method, to be called with keywords."""
-        ...
-
-    def problem(self) -> str | None:
-        """The reason why no method can be called now, in words for the model; None if one can."""
-        ...
-
-
 class ToolBox:
     """The tools of one rollout: those that all rollouts share, and the methods of its environment, the `owner`.
 
     Calls of the environment's methods run one after another in the order of the calls, because an environment has a
-    state; calls of the other tools run side by side. Use it on one thread only.
+    state; calls of the other tools run side by side. Use it on one thread only. The owner is the `EnvHandle`, which has
+    the thread of these methods, and says why none can be called now (`problem`).
     """
 
-    def __init__(self, tools: Sequence[Tool] = (), methods: Sequence[Tool] = (), owner: MethodOwner | None = None):
+    def __init__(self, tools: Sequence[Tool] = (), methods: Sequence[Tool] = (), owner: Any = None):
         self.schemas: list[dict[str, Any]] = [tool.schema for tool in (*tools, *methods)]
         """Schemas of all tools, in their order."""
         self._tools = {tool.name: tool for tool in (*tools, *methods)}
