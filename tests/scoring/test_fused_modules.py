@@ -13,7 +13,6 @@ import transformers
 from noted_calls import note_calls
 from simulated_cuda import SimulatedTensor, simulated_cuda, to_cuda
 from torch import nn
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
@@ -306,22 +305,6 @@ def test_a_hooked_activation_is_called():
         model[0].act_fn.register_forward_hook(lambda *_: seen.append(True))
         model(torch.randn(2, 16))
     assert seen == [True]
-
-
-@pytest.mark.usefixtures("compiler")
-def test_a_patch_of_all_linear_layers_is_respected(monkeypatch: pytest.MonkeyPatch):
-    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: torch.zeros(2, 8))
-    with compiled_parts(model):
-        assert torch.equal(model(x), torch.zeros(2, 8))
-
-
-@pytest.mark.usefixtures("compiler")
-def test_tangents_flow():
-    model, x, tangent = nn.Sequential(nn.Linear(64, 8)).requires_grad_(False), torch.randn(2, 64), torch.randn(2, 64)
-    with compiled_parts(model), forward_ad.dual_level():
-        actual = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
-    torch.testing.assert_close(actual.tangent, tangent @ model[0].weight.T)
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ from weakref import WeakSet
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
 
 from groupgrad import kernels
 from groupgrad.kernels import layers
@@ -41,8 +40,6 @@ from groupgrad.models.families import (
 from groupgrad.models.shards import is_sharded
 from groupgrad.models.unwrapping import is_prepared, unwrap
 from groupgrad.scoring.attention import is_checkpointing
-
-_LINEAR_FORWARD = nn.Linear.forward
 
 _PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 """Tensor classes without behaviour of their own."""
@@ -270,8 +267,7 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool, is_hal
     if kind is nn.Embedding:
         return _embedding_in_float32 if is_half else None
     if kind is nn.Linear:
-        is_plain = nn.Linear.forward is _LINEAR_FORWARD and _is_plain_parameter(module.weight, is_half=is_half)
-        return _linear if has_kernels and is_plain else None
+        return _linear if has_kernels and _is_plain_parameter(module.weight, is_half=is_half) else None
     if not is_transformers_class(kind) or kind.forward.__module__ != kind.__module__:
         return None
     if kind.__name__ in NORMS:
@@ -317,13 +313,13 @@ def _embedding_in_float32(module: nn.Embedding, ids: torch.Tensor) -> torch.Tens
 
 
 def _is_ordinary_pass(stays: bool = False) -> bool:
-    """True if a replaced module may compute this call itself: no forward-mode AD, no hooks on saved tensors.
+    """True if a replaced module may compute this call itself: no hooks on saved tensors.
 
     Checkpointing sets such hooks, and a layer that it computes again has to save the same tensors as before. Modules
     that stay replaced after the pass (`stays`) do, so hooks do not matter to them.
     """
     has_hooks = _TOP_HOOKS is not None and _TOP_HOOKS(True) is not None
-    return (stays or not has_hooks) and forward_ad._current_level < 0
+    return stays or not has_hooks
 
 
 def _linear(module: nn.Linear, input: torch.Tensor) -> torch.Tensor | None:
