@@ -151,14 +151,6 @@ def test_what_is_known_to_be_refused_is_not_tried():
     assert usable(width=80)  # other heads of the same model
 
 
-def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
-    """Narrow heads take the matrix products without a warning."""
-    made = scripted()
-    monkeypatch.setattr(block_attention, "is_usable", is_usable)
-    make_layout().attention.attend(*heads(width=8), AttentionCall(0, 1.0))
-    assert (made.calls, flex._failed) == ([], set())
-
-
 # ------------------------------------------------------------------------------------ the call before all others
 
 
@@ -205,15 +197,6 @@ def test_numbers_that_are_none_are_an_error(scripted, monkeypatch, caplog, numbe
     assert "equal tokens that are not finite" in caplog.text
 
 
-def test_without_its_kernel_matrix_products_do(scripted, caplog):
-    flat, inputs, call = make_layout(), heads(), AttentionCall(0, 1.0)
-    expected = flat.attention.attend(*inputs, call)
-    scripted(forward=ZeroDivisionError("such a kernel"))
-    for _ in range(2):
-        assert torch.equal(flat.attention.attend(*inputs, call), expected)
-    assert caplog.text.count("flex attention cannot run here (ZeroDivisionError: such a kernel)") == 1
-
-
 SHORTAGES = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
 
 
@@ -252,16 +235,6 @@ def test_a_checkpointed_layer_may_end_with_attention(scripted):
     output.sum().backward()
     assert made.backwards == [TRIED, 17]
     assert not flex._failed
-
-
-def test_hooks_on_saved_tensors_do_not_see_the_trial(scripted):
-    made, flat = scripted(), make_layout()
-    inputs, sizes = [x.requires_grad_() for x in heads()], set()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.add(x.shape), lambda x: x):
-        flat.attention.attend(*inputs, AttentionCall(0, 0.3))
-    assert made.backwards == [TRIED]
-    assert sizes
-    assert not any(TRIED in size for size in sizes)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
