@@ -1,14 +1,55 @@
-"""Interrupts a call on this thread at a deadline, for calls that cannot run in a process of their own."""
+"""Deadlines of calls: the time that counts, and the interrupt of a call on this thread.
+
+Time in which this process is suspended, for instance by SLURM, does not count. System clocks go on meanwhile, so a
+deadline measured by them would have passed when the process resumes.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from groupgrad.activity import end_process
-from groupgrad.concurrency.running_time import RunningTime
 from groupgrad.interrupt import Interrupt
+
+SLICE_S = 0.5
+"""Longest single wait. One that takes more than twice as long counts as twice as long."""
+
+
+def slices(seconds: float | None) -> Iterator[float]:
+    """Yields the lengths of waits that together take `seconds`, without end for None.
+
+    The caller waits for each length before it takes the next one.
+    """
+    left_s = float("inf") if seconds is None else seconds
+    while left_s > 0:
+        began = time.monotonic()
+        yield min(left_s, SLICE_S)
+        left_s -= min(time.monotonic() - began, 2 * SLICE_S)
+
+
+class RunningTime:
+    """Seconds since it was made, read on any thread.
+
+    A pause of more than `2 * SLICE_S` without a `tick` counts as the computing time in it: the process was suspended,
+    or a call has computed and kept Python's lock, so that no other thread could call `tick`.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0.0, time.monotonic(), time.process_time()
+
+    def seconds(self) -> float:
+        """The time so far."""
+        counted, woke, computed = self._seen
+        return counted + min(time.monotonic() - woke, max(time.process_time() - computed, 2 * SLICE_S))
+
+    def tick(self) -> float:
+        """The time so far. For one thread, which calls it every `SLICE_S` seconds or more often."""
+        self._seen = self.seconds(), time.monotonic(), time.process_time()
+        return self._seen[0]
+
 
 REACTION_S = 8.0
 """Time that a call has to end once it is interrupted, before its process is ended."""

@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from groupgrad.concurrency.daemon_threads import DedicatedThread
-from groupgrad.concurrency.running_time import slices
+from groupgrad.concurrency.deadline import slices
 from groupgrad.concurrency.worker_main import RemoteTraceback, serve
 from groupgrad.concurrency.workers import Outcome, late
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.daemon_threads import DaemonThreads, DedicatedThread
-from groupgrad.concurrency.deadline import DeadlinePassed, call_within
+from groupgrad.concurrency.deadline import DeadlinePassed, call_within, slices
 from groupgrad.concurrency.event_loop import USER_LOOP, LoopThread
-from groupgrad.concurrency.running_time import slices
 
 logger = logging.getLogger(__name__)
 

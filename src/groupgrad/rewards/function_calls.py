@@ -18,7 +18,7 @@ from transformers import TrainerState
 
 from groupgrad import dist
 from groupgrad.concurrency.callables import innermost
-from groupgrad.concurrency.running_time import slices
+from groupgrad.concurrency.deadline import slices
 from groupgrad.concurrency.worker_process import WorkerProcess
 from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here
 from groupgrad.errors import RewardError
