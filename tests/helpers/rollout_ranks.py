@@ -22,8 +22,7 @@ from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.scoring.forward import ForwardOptions
-from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.forward import ForwardOptions, OldAndRefScorer
 from groupgrad.types import Rollout, Trace
 
 ROWS = [{"prompt": text, "broken": False} for text in ("ab", "c", "1+1=", "d")]

@@ -16,8 +16,7 @@ from groupgrad.memory import oom
 from groupgrad.memory.oom import is_out_of_memory
 from groupgrad.models.reference import Reference
 from groupgrad.scoring import forward
-from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.forward import ForwardOptions, OldAndRefScorer, score_tokens, score_without_gradient
 
 ERRORS: list[Exception] = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),

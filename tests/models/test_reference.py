@@ -12,8 +12,7 @@ from torch import nn
 
 from groupgrad.models.adapters import add_adapter, is_adapted
 from groupgrad.models.reference import Reference
-from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
-from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.forward import ForwardOptions, OldAndRefScorer, score_without_gradient
 
 peft = pytest.importorskip("peft")
 

@@ -20,8 +20,7 @@ from groupgrad.rollout import evaluation
 from groupgrad.rollout.collector import ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.scoring.forward import ForwardOptions
-from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.forward import ForwardOptions, OldAndRefScorer
 
 BATCH = EvalBatch(3, [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "1+1="}], 3)
 

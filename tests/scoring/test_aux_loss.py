@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
-from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.self_check import configured_aux_loss_weight, effective_aux_loss_weight
 
 OPTIONS = ForwardOptions()
 

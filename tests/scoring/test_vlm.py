@@ -17,8 +17,7 @@ from groupgrad.models.unwrapping import arguments, is_multimodal, placeholder_id
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.scoring import vlm as vlm_module
 from groupgrad.scoring.attention_layout import AttentionCall
-from groupgrad.scoring.forward import ForwardOptions, InputLayout, score_tokens
-from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.forward import ForwardOptions, InputLayout, OldAndRefScorer, score_tokens
 from groupgrad.scoring.self_check import check_layout, random_batch
 from groupgrad.scoring.vlm import BidirectionalImageLayout, concat_media_tensors, prompt_images
 from groupgrad.types import Media, Rollout

@@ -20,8 +20,7 @@ from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.run_folder.render import plain_value
-from groupgrad.scoring.forward import ForwardOptions, errors_of_passes, score_without_gradient
-from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.forward import ForwardOptions, OldAndRefScorer, errors_of_passes, score_without_gradient
 
 
 @dataclass(slots=True, frozen=True)

@@ -56,13 +56,17 @@ from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.run_folder.completions import CompletionLog, CompletionsUpload
 from groupgrad.run_folder.progress import bars_on_terminals_only
 from groupgrad.run_folder.timings import Timings
-from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
-from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.forward import ForwardOptions, OldAndRefScorer
 from groupgrad.scoring.fused_modules import compute_in_weights_type
 from groupgrad.scoring.gradient_checkpointing import CheckpointingByNeed
-from groupgrad.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.scoring.rounding import Rounding
-from groupgrad.scoring.self_check import LayoutReport, check_causal, check_layout
+from groupgrad.scoring.self_check import (
+    LayoutReport,
+    check_causal,
+    check_layout,
+    configured_aux_loss_weight,
+    effective_aux_loss_weight,
+)
 from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController

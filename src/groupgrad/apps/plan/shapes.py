@@ -18,9 +18,9 @@ from groupgrad.models.layer_configs import common_field, layer_configs, layer_ov
 from groupgrad.models.load import max_context, turn_off_dropout
 from groupgrad.models.model_names import check_gguf_file, missing_because
 from groupgrad.scoring.attention import flat_obstacle, whole_rows_reason
-from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.scoring.forward import ForwardOptions, build_batch
 from groupgrad.scoring.gradient_checkpointing import activation_bytes_per_token
+from groupgrad.scoring.self_check import configured_aux_loss_weight, effective_aux_loss_weight
 
 _SMALL_HIDDEN, _SMALL_VOCAB = 1024, 512
 """Sizes of the copies on which activations are measured."""
