@@ -197,13 +197,12 @@ def activation_of(mlp: Any) -> Any:
 
 
 def _is_untouched(activation: Any) -> bool:
-    return not (
-        activation._forward_hooks
-        or activation._forward_pre_hooks
-        or activation._backward_hooks
-        or activation._backward_pre_hooks
-        or "forward" in activation.__dict__
-    )
+    return not _has_hooks(activation) and "forward" not in activation.__dict__
+
+
+def _has_hooks(module: Any) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 class _Replaced:
@@ -376,9 +375,8 @@ def _projections(module: Any) -> tuple[Any, Any, Any]:
 
 def _is_linear(module: Any) -> bool:
     """True for a linear layer that `_linear` computes, without hooks."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     replaced = module.__dict__.get("forward")
-    is_ours = isinstance(replaced, _Replaced) and replaced.computes(_linear) and not any(hooks)
+    is_ours = isinstance(replaced, _Replaced) and replaced.computes(_linear) and not _has_hooks(module)
     return is_ours and _is_plain_or_half(module.weight) and (module.bias is None or _is_plain_or_half(module.bias))
 
 
