@@ -44,15 +44,6 @@ _MAX_ERROR_CHARS = 400
 
 
 @dataclass(slots=True)
-class ToolHistory:
-    """Findings from the calls of one tool."""
-
-    needs_main_thread: bool | None = None
-    """True once a call has failed on another thread and gone well on the main one, as if it limits its time by
-    `signal.alarm`; False if the main thread does not help; None: not known."""
-
-
-@dataclass(slots=True, frozen=True)
 class Tool:
     """A function that the model may call, inspected once."""
 
@@ -63,7 +54,9 @@ class Tool:
     """Plain or async, called with keywords."""
     defaults: dict[str, Any]
     """Default values of the arguments that may be left out."""
-    history: ToolHistory = field(default_factory=ToolHistory, compare=False, repr=False)
+    needs_main_thread: bool | None = field(default=None, compare=False, repr=False)
+    """True once a call has failed on another thread and gone well on the main one, as if it limits its time by
+    `signal.alarm`; False if the main thread does not help; None: not known."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -177,7 +170,7 @@ class ToolBox:
             reply.set_result(ToolReply(call.name, cut(problem or "", options.max_result_chars), failed=True))
             return reply
         is_method = call.name in self._methods
-        runs_here = tool.history.needs_main_thread and _is_main_thread()
+        runs_here = tool.needs_main_thread and _is_main_thread()
         if runs_here and (not is_method or self._last_method_call.done()):
             self._start(tool, call.arguments, reply, None, options)
         elif not is_method:
@@ -193,10 +186,10 @@ class ToolBox:
         Where that helps, the next calls run on the main thread at once. Warns once of such a tool.
         """
         tool = self._tools.get(call.name)
-        if tool is None or tool.history.needs_main_thread is False or not _is_main_thread_error(reply.content):
+        if tool is None or tool.needs_main_thread is False or not _is_main_thread_error(reply.content):
             return reply
         if not _is_main_thread():
-            tool.history.needs_main_thread = False
+            tool.needs_main_thread = False
             logger.warning(
                 "the tool '%s' works on the main thread alone (%s), and this run makes its rollouts on another one; "
                 "set rollout_ahead=0 and start the training on the main thread, or take signals out of the tool: "
@@ -206,9 +199,9 @@ class ToolBox:
             return reply
         repeated: Future[ToolReply] = Future()
         self._start(tool, call.arguments, repeated, None, options)
-        if tool.history.needs_main_thread is None:
-            tool.history.needs_main_thread = not _is_main_thread_error(repeated.result().content)
-            if tool.history.needs_main_thread:
+        if tool.needs_main_thread is None:
+            tool.needs_main_thread = not _is_main_thread_error(repeated.result().content)
+            if tool.needs_main_thread:
                 logger.warning(
                     "the tool '%s' works on the main thread alone (%s): its calls run there, one after another, while "
                     "nothing is sampled. Without signals in the tool they run side by side, and tool_timeout_s bounds "

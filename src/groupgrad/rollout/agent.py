@@ -87,8 +87,7 @@ class AgentRollouts(RolloutSource):
         self.workers = Workers(options.tools.num_threads)
         self._handles: dict[tuple[str, int], list[EnvHandle]] = {}
         """Acquired environments by phase and number of their generation batch."""
-        self._warned_unreadable = False
-        self._told: set[str] = set()
+        self._said: set[str] = set()
 
     @property
     def is_exact(self) -> bool:
@@ -130,16 +129,15 @@ class AgentRollouts(RolloutSource):
     def tell_differences(self, calls: Sequence[ToolCall], replies: Sequence[ToolReply]) -> None:
         """Says at the first failed and the first malformed call what reward functions get, which TRL has otherwise."""
         for call, reply in zip(calls, replies):
-            kind = "failed" if call.problem is None else "malformed"
-            if reply.failed and kind not in self._told:
-                self._told.add(kind)
-                logger.warning(_DIFFERENCES[kind], call.name, reply.content)
+            if reply.failed:
+                kind = "failed" if call.problem is None else "malformed"
+                self.say_once(kind, _DIFFERENCES[kind], call.name, reply.content)
 
-    def warn_unreadable(self, problem: str) -> None:
-        """Warns once that a turn could not be parsed; it may happen in every turn."""
-        if not self._warned_unreadable:
-            self._warned_unreadable = True
-            logger.warning("a turn could not be read; said once: %s", problem)
+    def say_once(self, kind: str, text: str, *arguments: Any) -> None:
+        """Warns of what may happen in every turn, once for each kind."""
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning(text, *arguments)
 
     def _acquire(self, request: GenerationRequest, row: int) -> EnvHandle | None:
         if self.environments is None:
@@ -286,7 +284,7 @@ class _Agent:
             turn = self._chat.parse(sample.ids, schemas)
             if turn.problem is not None:
                 self._problem = turn.problem
-                self._rollouts.warn_unreadable(turn.problem)
+                self._rollouts.say_once("unreadable", "a turn could not be read; said once: %s", turn.problem)
             self._messages.append(turn.message)
             if sample.finish_reason == "length":
                 return reason_if_full
