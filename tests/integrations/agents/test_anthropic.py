@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,30 +38,6 @@ def client_of() -> Iterator[Callable[..., Any]]:
 def call_each_time(read: str, ids: list[int]) -> dict[str, Any]:
     """Reads every turn as its text and a call."""
     return {"content": f"{read}.", "tool_calls": [{"name": "look", "arguments": {"at": len(ids)}}]}
-
-
-def test_a_tool_over_two_turns_is_one_row(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = threading.Lock()
-
-    def solve(row: dict[str, Any], session: Any) -> float:
-        with lock, monkeypatch.context() as patch:
-            for name, value in session.env.items():
-                patch.setenv(name, value)
-            client = anthropic.Anthropic()  # which reads the variables
-        first = client.messages.create(**ASKED, tools=[TOOL])
-        assert [block.type for block in first.content] == ["text", "tool_use"]
-        result = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": "7"}
-        messages = [
-            *ASKED["messages"],
-            {"role": "assistant", "content": first.content},
-            {"role": "user", "content": [result]},
-        ]
-        client.messages.create(**{**ASKED, "messages": messages}, tools=[TOOL])
-        return float(row["number"])
-
-    trainer, found = play(solve, response_parser=call_each_time)
-    assert [(len(rollout.turns), len(rollout.branches)) for rollout in found] == [(2, 0)] * 4
-    assert trainer.state.log_history[0]["sampling/logp_mismatch"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_runner_of_tools_makes_one_row(play: Any) -> None:
@@ -108,17 +83,6 @@ def test_a_stream_gives_the_same_message(given: Any, client_of: Any) -> None:
         assert {name: block.to_dict()[name] for name in expected} == expected
     ending = ("stop_reason", "stop_sequence", "usage", "model", "role")
     assert [getattr(final, name) for name in ending] == [getattr(whole, name) for name in ending]
-
-
-def test_errors_are_those_of_the_package(client_of: Any) -> None:
-    answers = FixedAnswers(answer("Yes."))
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-    with pytest.raises(anthropic.BadRequestError, match="'image' cannot be read") as refused:
-        client_of(answers).messages.create(**{**ASKED, "messages": [{"role": "user", "content": [image]}]})
-    assert refused.value.body["error"]["type"] == "invalid_request_error"
-    with pytest.raises(anthropic.AuthenticationError, match="opens no session"):
-        client_of(answers, "another").messages.create(**ASKED)
-    assert not answers.asked
 
 
 def test_a_late_request_is_not_sent_again(client_of: Any) -> None:
