@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from groupgrad.kernels import library
 from groupgrad.kernels.attend import attend, attend_gradient, rows_by_prompt, slot_spans, span_table
 from groupgrad.scoring.attention_layout import AttentionCall
-from groupgrad.scoring.blocks import Block, TokenSpan, make_blocks
+from groupgrad.scoring.blocks import Block, TokenSpan, make_blocks, span_records
 from groupgrad.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
 from groupgrad.scoring.recurrence import Recurrence
 
@@ -32,24 +32,21 @@ class BlockLayout:
 
     def __init__(self, spans: Sequence[TokenSpan]):
         self._spans = spans
-        self._blocks: list[Block] | None = None
         self._blocks_on: dict[torch.device, list[Block]] = {}
         self._places: dict[torch.device, TokenPlaces] = {}
-        self._recurrence: Recurrence | None = None
-        none = TokenSpan(0, 0)
-        prompts = [span.shared or none for span in spans]
-        rows = [(s.start, s.length, 0, p.length, p.start, s.start) for s, p in zip(spans, prompts)]
-        self._records = torch.tensor(rows, dtype=torch.int64).view(-1, 6)
+        self._records = span_records(spans)
         self.kernel_spans = span_table(self._records)
         """(n, 10) int64, the spans as the compiled kernels take them."""
 
     def blocks(self, device: torch.device) -> list[Block]:
         """The blocks, made when they are first needed. Layers of a model may lie on several devices."""
-        if self._blocks is None:
-            self._blocks = make_blocks(self._spans)
         if device not in self._blocks_on:
             self._blocks_on[device] = [block.to(device) for block in self._blocks]
         return self._blocks_on[device]
+
+    @cached_property
+    def _blocks(self) -> list[Block]:
+        return make_blocks(self._spans)
 
     @cached_property
     def groups(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,12 +59,10 @@ class BlockLayout:
             self._places[device] = TokenPlaces.of(self._spans, device)
         return self._places[device]
 
-    @property
+    @cached_property
     def recurrence(self) -> Recurrence:
         """The order of the tokens in recurrent layers, made when it is first needed."""
-        if self._recurrence is None:
-            self._recurrence = Recurrence(self._spans)
-        return self._recurrence
+        return Recurrence(self._spans)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D).

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -49,6 +50,14 @@ class TokenSpan:
     """Number of the row in the batch; None for a shared prompt."""
     shared: TokenSpan | None = None
     """The shared prompt before the row, cut to the tokens that the row continues; None if no prompt is shared."""
+
+
+def span_records(spans: Sequence[TokenSpan]) -> torch.Tensor:
+    """(n, 6) int64, the spans as the compiled kernels lay them out."""
+    none = TokenSpan(0, 0)
+    pairs = [(span, span.shared or none) for span in spans]
+    rows = [(s.start, s.length, 0, prompt.length, prompt.start, s.start) for s, prompt in pairs]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 6)
 
 
 @dataclass(slots=True)
@@ -158,17 +167,15 @@ class _Rectangle:
         )
 
 
+@cache
 def _size_class(length: int) -> int:
     """The longest length of the class of similar lengths that `length` belongs to."""
-    size = _unbounded_size_class(length)
-    return min(size, QUERY_TILE) if length <= QUERY_TILE else size
-
-
-def _unbounded_size_class(length: int) -> int:
     if length * _SLACK <= _SLACK_TOKENS:
-        return -(-length // _SLACK_TOKENS) * _SLACK_TOKENS
-    steps = math.ceil(math.log(length * _SLACK / _SLACK_TOKENS) / math.log1p(_SLACK))
-    return math.ceil(_SLACK_TOKENS / _SLACK * (1 + _SLACK) ** steps)
+        size = -(-length // _SLACK_TOKENS) * _SLACK_TOKENS
+    else:
+        steps = math.ceil(math.log(length * _SLACK / _SLACK_TOKENS) / math.log1p(_SLACK))
+        size = math.ceil(_SLACK_TOKENS / _SLACK * (1 + _SLACK) ** steps)
+    return min(size, QUERY_TILE) if length <= QUERY_TILE else size
 
 
 def make_blocks(spans: Sequence[TokenSpan]) -> list[Block]:
@@ -188,16 +195,12 @@ def _groups(spans: Sequence[TokenSpan]) -> list[_Group]:
     """Groups of at most `BLOCK_SCORES` scores, unless a single row has more."""
     classes: dict[tuple[int, int, int], _Group] = {}
     groups: list[_Group] = []
-    sizes: dict[int, int] = {}
     for row in spans:
         if not row.length:
             continue
         prompt = row.shared
-        length, prompt_length = row.length, 0 if prompt is None else prompt.length
-        for value in (length, prompt_length):
-            if value not in sizes:
-                sizes[value] = _size_class(value)
-        kind = (sizes[length], sizes[prompt_length])
+        prompt_length = 0 if prompt is None else prompt.length
+        kind = (_size_class(row.length), _size_class(prompt_length))
         # Rows without a prompt are groups of their own.
         key = (-1 - row.start if prompt is None else prompt.start, kind[0], prompt_length)
         group = classes.get(key)

@@ -17,7 +17,7 @@ import torch
 
 from groupgrad.batch import to_device
 from groupgrad.kernels.delta_rule import StateRows, state_rows
-from groupgrad.scoring.blocks import TokenSpan
+from groupgrad.scoring.blocks import TokenSpan, span_records
 
 CHUNK_SIZES = (16, 32, 64)
 """Sizes of chunks to choose from; small ones waste less on short rows, large ones take fewer steps."""
@@ -285,11 +285,8 @@ class Recurrence:
     @cached_property
     def state_rows(self) -> StateRows:
         """The spans as the compiled kernels take them."""
-        none = TokenSpan(0, 0)
-        pairs = [(span, span.shared or none) for span in self._spans]
-        rows = [(s.start, s.length, 0, prompt.length, prompt.start, s.start) for s, prompt in pairs]
         places = [[self._spans[index].start for index in found] for found in (self._continuing, self._left)]
-        return state_rows(torch.tensor(rows, dtype=torch.int64).view(-1, 6), *places)
+        return state_rows(span_records(self._spans), *places)
 
     def _cost(self, size: int) -> int:
         return sum(-(-span.length // size) * size * (size + _STATE_WIDTH) for span in self._spans)
