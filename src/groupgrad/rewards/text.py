@@ -11,22 +11,18 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
     With tools, the first assistant message is a call and the last one is the answer. Without an assistant message, or
     without content in the last one, the text is empty.
     """
-    if isinstance(completion, str):
-        return completion
-    for message in reversed(completion):
-        if message.get("role", "assistant") == "assistant":
-            return content_text(message.get("content"))
-    return ""
+    return completion if isinstance(completion, str) else content_text(_last_answer(completion).get("content"))
 
 
 def turn_text(completion: str | list[dict[str, Any]]) -> str:
     """`completion_text` behind the reasoning that was split from the assistant's last message, in `<think>` tags."""
     text = completion_text(completion)
-    if isinstance(completion, str):
-        return text
-    last = next((message for message in reversed(completion) if message.get("role", "assistant") == "assistant"), {})
-    reasoning = last.get("reasoning_content")
+    reasoning = None if isinstance(completion, str) else _last_answer(completion).get("reasoning_content")
     return text if reasoning is None else f"<think>{reasoning}</think>{text}"
+
+
+def _last_answer(completion: list[dict[str, Any]]) -> dict[str, Any]:
+    return next((message for message in reversed(completion) if message.get("role", "assistant") == "assistant"), {})
 
 
 def content_text(content: Any) -> str:
