@@ -5,8 +5,9 @@ $$A_{i,t} = A^E_i + \omega A^S_{i,t}$$
 The first term is that of the completion, its rewards summed, as in `group`. The second compares the discounted returns
 (see `turn_returns`) of all turns of the group's completions with the same state, as `scale_rewards` says; a state that
 occurs once gives 0. The state of a turn is what the model read since its last turn, or the environment's attribute that
-`state` names, as text. Two completions that pass one state, with returns of 1 and 0, have a second term of 0.5 and -0.5
-there under `none`.
+`state` names, as text.
+
+Worked: `rewards=[[0, 1], [0, 0]], scale_rewards="none", discount=0.5` gives `[[0.75, 1], [-0.75, -1]]`.
 
 When: agents that come by the same states again and again, in games or web pages, with a reward at the end.
 

@@ -2,8 +2,9 @@
 
 `scale_rewards` chooses the deviation (plus 1e-4): of the `group`, of the whole generation `batch` (arXiv:2508.08221),
 or `none` (arXiv:2503.20783). With `multi_objective_aggregation="normalize_then_sum"` (GDPO, arXiv:2601.05242) each
-reward function is normalised in its group, and their weighted sum over the generation batch. Rewards of 1, 0, 0 and 1
-give 0.866, -0.866, -0.866 and 0.866.
+reward function is normalised in its group, and their weighted sum over the generation batch.
+
+Worked: `rewards=[1, 0, 0, 1]` gives `[0.866, -0.866, -0.866, 0.866]`.
 
 When: the default.
 

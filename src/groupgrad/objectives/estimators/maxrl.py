@@ -3,7 +3,9 @@ r"""MaxRL: the reward less the mean of its group, divided by that mean. For rewa
 $$A_i = \frac{r_i - \bar r}{\bar r}$$
 
 and 0 where the mean is 0. Hard prompts weigh more: the expected gradient is that of the sum of pass@k / k for k below
-G, the first terms of the series of the log pass rate. Rewards of 1, 0, 0 and 0 give 3, -1, -1 and -1.
+G, the first terms of the series of the log pass rate.
+
+Worked: `rewards=[1, 0, 0, 0]` gives `[3, -1, -1, -1]`.
 
 When: verified answers, many prompts that are rarely solved, and samples enough to solve them sometimes.
 

@@ -5,8 +5,9 @@ all tokens that the policy sampled, the advantage is
 
 $$A_i = \frac{d_i - mean(d)}{\sqrt{var(d) + 10^{-8}}}$$
 
-A group whose rewards are equal gets the shift alone. Rewards of 1 and 0 for lengths of 3 and 1 have d = 0.5 and -0.5, a
-mean of 0.25 and a variance of 0.25, and advantages of 0.5 and -1.5.
+A group whose rewards are equal gets the shift alone.
+
+Worked: `rewards=[1, 0], lengths=[3, 1]` gives `[0.5, -1.5]`.
 
 When: one scale for all prompts, where the deviation of a single group is a poor estimate.
 

@@ -1,7 +1,9 @@
 """RLOO: the reward less the mean reward of the other completions of its group.
 
 It is `group` with `scale_rewards="none"` times G / (G - 1), and an unbiased estimate of the gradient of the expected
-reward. Rewards of 1, 0, 0 and 0 give 1, -1/3, -1/3 and -1/3.
+reward.
+
+Worked: `rewards=[1, 0, 0, 0]` gives `[1, -0.333, -0.333, -0.333]`.
 
 When: small groups, whose own mean would shrink every advantage.
 

@@ -8,8 +8,9 @@ $$R_{i,t} = \sum_{s \ge t} \gamma^{s-t} r_{i,s}$$
 and the advantage is the deviation from the mean of the returns at turn t, over the completions of the group that have
 a turn t, divided as `scale_rewards` says: by the deviation of these returns plus 1e-4 (`group`), that of all returns of
 the generation batch (`batch`), or not at all (`none`). A turn that one completion alone has gets 0. With one turn a
-completion it is `group`. Rewards of (0, 1) and (1, 0) under `none` and `discount` = 1 have returns of (1, 1) and
-(1, 0), and advantages of (0, 0.5) and (0, -0.5).
+completion it is `group`.
+
+Worked: `rewards=[[0, 1], [1, 0]], scale_rewards="none"` gives `[[0, 0.5], [0, -0.5]]`.
 
 When: agents whose turns are scored one by one.
 

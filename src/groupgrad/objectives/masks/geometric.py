@@ -2,8 +2,10 @@ r"""Geometric mask: completions whose mean log-ratio to the sampler is outside a
 
 $$low \le \exp\left(\frac{1}{T_i} \sum_t \log r_{i,t}\right) \le high$$
 
-The product of ratios leaves every band as completions grow; their geometric mean does not. Log-ratios of 0.03 and 0.01
-have a geometric mean of 1.02, outside 0.99 to 1.01.
+The product of ratios leaves every band as completions grow; their geometric mean does not.
+
+Worked: `ratios=[[1.03, 1.01]]` gives `[[0, 0]]`;
+`ratios=[[1.03, 1.01]], high=1.02` gives `[[1, 1]]`.
 
 When: long completions from an engine with other numbers, or stale ones.
 

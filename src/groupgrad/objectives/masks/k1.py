@@ -4,8 +4,10 @@ A token is kept if its ratio is in the band, or a completion if the product or t
 
 $$low \le \exp(\log r) \le high$$
 
-with log r of the token (`level` = token), or its sum (sequence_sum) or mean (sequence_mean) over the completion. A
-ratio of 2.5 under a band from 0.5 to 2 is left out.
+with log r of the token (`level` = token), or its sum (sequence_sum) or mean (sequence_mean) over the completion.
+
+Worked: `ratios=[[2.5, 1.9, 0.4]]` gives `[[0, 1, 0]]`;
+`ratios=[[2.5, 0.4]], level="sequence_sum"` gives `[[1, 1]]`.
 
 When: single tokens, or completions, that the sampler gave quite another probability.
 

@@ -3,7 +3,10 @@ r"""k2: tokens or completions whose k2 estimate of the divergence from the sampl
 $$\frac{1}{2} (\log r_{i,t})^2$$
 
 of the token (`level` = token), or its mean, sum or largest over the completion (sequence_mean, sequence_sum,
-sequence_max). A ratio of 2 has 0.240, and so has one of 1/2.
+sequence_max).
+
+Worked: `ratios=[[2, 0.5]], level="token", threshold=0.24` gives `[[0, 0]]`;
+`ratios=[[2, 0.5]], level="token", threshold=0.241` gives `[[1, 1]]`.
 
 When: stale samples, or an engine with other numbers; drift in both directions counts alike, and does not cancel.
 

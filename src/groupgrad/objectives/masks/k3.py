@@ -3,7 +3,10 @@ r"""k3: tokens or completions whose k3 estimate of the divergence from the sampl
 $$r_{i,t} - 1 - \log r_{i,t}$$
 
 of the token (`level` = token), or its mean, sum or largest over the completion (sequence_mean, sequence_sum,
-sequence_max). It is never negative. A ratio of 2 has 1 - log 2 = 0.307.
+sequence_max). It is never negative.
+
+Worked: `ratios=[[2, 0.5]], level="token", threshold=0.306` gives `[[0, 1]]`;
+`ratios=[[2, 0.5]], level="token", threshold=0.307` gives `[[1, 1]]`.
 
 When: as `k2`; ratios above 1 count more than those below.
 

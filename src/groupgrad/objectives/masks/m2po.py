@@ -4,8 +4,10 @@ Over all loss tokens of the optimizer step, the largest squared log-ratios are l
 
 $$\frac{1}{N} \sum (\log r)^2 \le \tau$$
 
-holds for the N that stay. Squares of 0.01, 0.02, 0.09 and 1 under `tau` = 0.04 keep the first three, whose mean is
-exactly 0.04. In later steps of a generation batch it takes a forward pass of the step's rows.
+holds for the N that stay. In later steps of a generation batch it takes a forward pass of the step's rows.
+
+Worked: `ratios=[[1.1, 1.2, 1.3, 2]]` gives `[[1, 1, 1, 0]]`: the squares are 0.009, 0.033, 0.069 and 0.48, and the
+first three have a mean of 0.037.
 
 When: very stale samples; few tokens carry most of the variance.
 

@@ -2,8 +2,9 @@
 
 It is TRL's name; its documentation cites no paper. The sum of token losses is divided by the number of loss tokens in
 the micro-batch, so results vary with the micro-batch size; with one completion a micro-batch it equals `grpo`.
-Losses of tokens of 1 in one micro-batch, and of 2, 3 and 4 in another, give (1 + 3) / 2 = 2; in one micro-batch they
-give 2.5.
+
+Worked: `ratios=[[1], [1, 1, 1]], advantages=[-1, -3]` gives `loss=2.5`;
+`ratios=[[1], [1, 1, 1]], advantages=[-1, -3], micro_batches=2` gives `loss=2`.
 
 When: only to reproduce results; no other loss depends on the micro-batch size.
 """

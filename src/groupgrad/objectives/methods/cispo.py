@@ -4,7 +4,8 @@ r"""CISPO: the weight is clipped and has no gradient, so every token keeps one. 
 
 $$\ell_{i,t} = -sg\left(\min(c_{i,t}, \epsilon_{high})\right) A_i \log\pi_{i,t}$$
 
-A ratio of 7 under a ceiling of 5 and A = 1 has the gradient of -5 log pi.
+Worked: `ratios=[[7, 0.5]], advantages=[1], epsilon_high=5` gives `gradient=[[-2.5, -0.25]],
+metrics={"cispo_clip_ratio": 0.5}`.
 
 When: several steps a generation batch; rare decisive tokens keep a gradient.
 

@@ -6,8 +6,10 @@ $$Cov_{i,t} = (\log\pi_{i,t} - mean(\log\pi))\,(A_{i,t} - mean(A))$$
 
 Tokens that are likely and good drive the entropy down. Of those with a covariance from `low` to `high`, a share `share`
 of all tokens is drawn at random, at least one, and trains nothing. Averaged over all tokens of the step. In later steps
-of a generation batch the covariances take a forward pass of the step's rows. Log-probs of 0 and -4 under advantages of
-1 and -1 have covariances of 2 and 2.
+of a generation batch the covariances take a forward pass of the step's rows.
+
+Worked: `probs=[[0.9], [0.9], [0.01]], advantages=[1, 0, -1], low=2` gives `gradient=[[-0.333], [0], [0]],
+metrics={"clip_cov/selected_mean": 0.333}`: the covariances are 1.5, 0 and 3.
 
 When: entropy collapses before the reward is learnt.
 

@@ -1,7 +1,8 @@
 """DAPO: the clipped surrogate of `grpo`, averaged over all tokens of the step.
 
-Every token counts the same, whichever completion it is in. Losses of tokens of 1 in one completion, and of 2, 3 and 4
-in another, give 10 / 4 = 2.5, where `grpo` gives (1 + 3) / 2 = 2.
+Every token counts the same, whichever completion it is in.
+
+Worked: `ratios=[[1], [1, 1, 1]], advantages=[-1, -3]` gives `loss=2.5`.
 
 When: a good first choice.
 

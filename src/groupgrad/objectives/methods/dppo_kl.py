@@ -2,7 +2,10 @@ r"""DPPO, binary KL: as `dppo_tv`, with the Kullback-Leibler divergence between 
 
 $$\mu \log\frac{\mu}{\pi} + (1 - \mu) \log\frac{1 - \mu}{1 - \pi}$$
 
-For mu = 0.5 and pi = 0.8 that is 0.223.
+Worked: `probs=[[0.8]], ratios=[[1.6]], advantages=[1], threshold=0.223` gives `gradient=[[0]],
+metrics={"dppo/masked_mean": 1}`;
+`probs=[[0.8]], ratios=[[1.6]], advantages=[1], threshold=0.224` gives `gradient=[[-1.6]], metrics={"dppo/masked_mean":
+0}`.
 
 When: as `dppo_tv`, with a bound in nats.
 

@@ -6,7 +6,11 @@ pi - mu > `threshold`, or A < 0 and mu - pi > `threshold`, and elsewhere
 $$\ell_{i,t} = -sg\left(\min(r_{i,t}, ceiling)\right) A_i \log\pi_{i,t}$$
 
 So rare tokens, whose ratios are large before their probabilities are, keep a gradient. Where vLLM samples, its
-correction is in r already. For A = 1, mu = 0.5 and pi = 0.6 the weight is 1.2, for pi = 0.8 the loss is 0.
+correction is in r already.
+
+Worked: `probs=[[0.6, 0.8]], ratios=[[1.2, 1.6]], advantages=[1]` gives `gradient=[[-0.6, 0]],
+metrics={"dppo/masked_mean": 0.5}`;
+`probs=[[0.6, 0.8]], ratios=[[1.2, 1.6]], advantages=[-1], ceiling=1.5` gives `gradient=[[0.6, 0.75]]`.
 
 When: samples of an engine that differs, or stale ones; rare tokens keep a gradient.
 

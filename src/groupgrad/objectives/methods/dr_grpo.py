@@ -1,7 +1,8 @@
 """Dr. GRPO: the clipped surrogate of `grpo`, summed over tokens and divided by a constant.
 
 The constant is completions times `max_completion_length`. With `scale_rewards="none"` it has neither bias of `grpo`.
-Losses of tokens of 1 in one completion, and of 2, 3 and 4 in another, give 10 / (2 * 5) = 1 under a length of 5.
+
+Worked: `ratios=[[1], [1, 1, 1]], advantages=[-1, -3], max_completion_length=5` gives `loss=1`.
 
 When: lengths must not bias the gradient.
 

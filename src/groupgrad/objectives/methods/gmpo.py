@@ -5,7 +5,8 @@ weight from above. Only tokens that no mask takes out are in the mean. All token
 
 $$\ell_{i,t} = -A_i \exp\left(\frac{1}{T_i} \sum_t \log c_{i,t}\right)$$
 
-Ratios of e and 1/e under A = 1 and a clip of 0.4 give -exp((0.4 - 1) / 2) = -0.741.
+Worked: `ratios=[[2, 0.5]], advantages=[1]` gives `loss=-0.864, gradient=[[0, -0.432]], metrics={"gmpo/clipped_mean":
+0.5}`.
 
 When: several steps a generation batch, without single tokens that dominate.
 

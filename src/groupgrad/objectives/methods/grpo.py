@@ -4,8 +4,11 @@ With the policy ratio c of a token or sequence,
 
 $$\ell_{i,t} = -\min\left(\min(c_{i,t}, \delta) A_i,\; clip(c_{i,t}, 1-\epsilon, 1+\epsilon_{high}) A_i\right)$$
 
-`delta` is a ceiling of the first ratio (arXiv:2505.07291), none by default. A ratio of 1.5 under A = 1 and a width of
-0.2 gives -1.2 without a gradient; under A = -1 it gives 1.5.
+`delta` is a ceiling of the first ratio (arXiv:2505.07291), none by default.
+
+Worked: `ratios=[[1.5]], advantages=[1]` gives `loss=-1.2, gradient=[[0]]`;
+`ratios=[[1.5]], advantages=[-1]` gives `loss=1.5, gradient=[[1.5]]`;
+`ratios=[[1], [1, 1, 1]], advantages=[-1, -3]` gives `loss=2`.
 
 When: to reproduce older results; long completions count less per token.
 

@@ -7,8 +7,9 @@ $$\ell_{i,t} = -c_{i,t} A_{i,t} + \beta\,|\log\pi_{i,t} - \log\pi^{old}_{i,t}|$$
 
 with `coef` for beta; all others have the first term alone, without a clip. Averaged over all tokens of the step. In
 later steps of a generation batch the covariances take a forward pass of the step's rows. In an on-policy step the
-penalty is 0, and so is its gradient; a difference of up to 1e-5 nats is rounding, and counts as none. A ratio of e
-under A = 1 and `coef` = 1 gives -e + 1.
+penalty is 0, and so is its gradient; a difference of up to 1e-5 nats is rounding, and counts as none.
+
+Worked: `ratios=[[2]], advantages=[1]` gives `loss=-1.307, gradient=[[-1]], metrics={"kl_cov/selected_mean": 1}`.
 
 When: as `clip_cov`; the penalty acts from the second step of a generation batch on.
 

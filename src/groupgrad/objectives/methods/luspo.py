@@ -1,7 +1,8 @@
 """LUSPO: the clipped surrogate of `grpo`, summed over each completion and averaged over completions.
 
-It is defined for ratios of sequences (`importance_sampling_level="sequence"`). Losses of tokens of 1 in one completion,
-and of 2, 3 and 4 in another, give (1 + 9) / 2 = 5.
+It is defined for ratios of sequences (`importance_sampling_level="sequence"`).
+
+Worked: `ratios=[[1], [1, 1, 1]], advantages=[-1, -3]` gives `loss=5`.
 
 When: ratios of sequences (GSPO) without their preference for short completions.
 

@@ -4,7 +4,8 @@ With the temperature `sapo_temperature_pos` where A > 0, else `sapo_temperature_
 
 $$\ell_{i,t} = -\frac{4}{\tau} \sigma\left(\tau (c_{i,t} - 1)\right) A_i$$
 
-Under A = 1 and tau = 1 a ratio of 1 gives -2 with a slope of -1, and one of 3 -3.523.
+Worked: `ratios=[[1]], advantages=[1]` gives `loss=-2, gradient=[[-1]]`;
+`ratios=[[3]], advantages=[1]` gives `loss=-3.523, gradient=[[-1.26]]`.
 
 When: stale samples, without a hard edge.
 

@@ -4,7 +4,8 @@ With the product W of a completion's ratios, and `vespo_k_...` and `vespo_lambda
 
 $$\ell_{i,t} = -sg\left(W_i^{k} e^{\lambda (1 - W_i)}\right) A_i \log\pi_{i,t}$$
 
-By default W = 2 has a weight of 4 exp(-3) = 0.199 under A = 1, and of 8 exp(-2) = 1.083 under A = -1.
+Worked: `ratios=[[2]], advantages=[1]` gives `gradient=[[-0.199]], metrics={"vespo/phi_seq_mean": 0.199}`;
+`ratios=[[2]], advantages=[-1]` gives `gradient=[[1.083]]`.
 
 When: very stale samples (`rollout_ahead`, asynchronous vLLM).
 
