@@ -11,7 +11,7 @@ Worked: `rewards=[[0, 1], [0, 0]], scale_rewards="none", discount=0.5` gives `[[
 
 When: agents that come by the same states again and again, in games or web pages, with a reward at the end.
 
-Source: arXiv:2505.10978.
+Source: arXiv:2505.10978, eq. 3, 5, 7 and 8.
 """
 
 from __future__ import annotations

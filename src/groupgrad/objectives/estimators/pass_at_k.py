@@ -14,7 +14,7 @@ Worked: `rewards=[0, 0, 0, 1], k=2` gives `[0, 0, 0, 2]`;
 
 When: several attempts count as one, in search or with a verifier, and diversity must last.
 
-Source: arXiv:2505.15201, leave-one-out minus one; `k` = G: arXiv:2503.19595.
+Source: arXiv:2505.15201, eq. 33 (leave-one-out minus one); `k` = G: arXiv:2503.19595.
 """
 
 from __future__ import annotations

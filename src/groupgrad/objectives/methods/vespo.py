@@ -9,7 +9,7 @@ Worked: `ratios=[[2]], advantages=[1]` gives `gradient=[[-0.199]], metrics={"ves
 
 When: very stale samples (`rollout_ahead`, asynchronous vLLM).
 
-Source: arXiv:2602.10693.
+Source: arXiv:2602.10693, eq. 20.
 """
 
 from __future__ import annotations
