@@ -149,8 +149,8 @@ class Deviations:
         return (self.std > ZERO_STD).squeeze(1)
 
 
-def about_mean(values: torch.Tensor) -> Deviations:
-    """Deviations and standard deviation of each line of (sets, members), NaN left out."""
+def about_mean(values: torch.Tensor, weights: torch.Tensor | None = None) -> Deviations:
+    """Deviations and standard deviation of each line of (sets, members), NaN left out; `weights` weigh the mean."""
     scored = ~values.isnan()
     count = scored.sum(dim=1, keepdim=True)
     if values.shape[1] == 0:
@@ -158,7 +158,9 @@ def about_mean(values: torch.Tensor) -> Deviations:
     # Measured from a member of the set, so that equal rewards deviate by exactly 0, however large they are.
     origin = torch.where(scored, values, torch.full_like(values, torch.inf)).min(dim=1, keepdim=True).values
     distance = torch.where(scored, values - origin, torch.zeros_like(values))
-    deviations = values - origin - distance.sum(dim=1, keepdim=True) / count
+    weight = scored if weights is None else torch.where(scored, weights, torch.zeros_like(weights))
+    total = weight.sum(dim=1, keepdim=True).clamp(min=1)
+    deviations = values - origin - (weight * distance).sum(dim=1, keepdim=True) / total
     square = torch.where(scored, deviations, torch.zeros_like(values)).square().sum(dim=1, keepdim=True)
     variance = square / (count - 1).clamp(min=1)
     return Deviations(deviations, torch.where(count >= 2, variance.sqrt(), torch.full_like(variance, torch.nan)))

@@ -15,21 +15,12 @@ Source: arXiv:2505.23585.
 
 from __future__ import annotations
 
-import torch
-
-from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups
+from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups, about_mean
 
 
 def relative_to_tokens(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
     """Rewards less the length-weighted mean of their group."""
-    rewards, scored = groups.rewards, ~groups.rewards.isnan()
-    lengths = torch.where(scored, groups.counted("opo"), torch.zeros_like(rewards))
-    # Measured from a member of the group, so that equal rewards deviate by exactly 0.
-    origin = torch.where(scored, rewards, torch.full_like(rewards, torch.inf)).min(dim=1, keepdim=True).values
-    distance = torch.where(scored, rewards - origin, torch.zeros_like(rewards))
-    total = lengths.sum(dim=1, keepdim=True).clamp(min=1)
-    baseline = (lengths * distance).sum(dim=1, keepdim=True) / total
-    return Estimate(torch.where(scored, distance - baseline, torch.zeros_like(rewards)))
+    return Estimate(about_mean(groups.rewards, groups.counted("opo")).deviations)
 
 
 ESTIMATOR = Estimator(relative_to_tokens)

@@ -40,7 +40,7 @@ class Settings:
 
 def added_to_the_best(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
     """Advantages of pass@k. A group with fewer than k scored rows has no set of k, and gives 0."""
-    k = Settings().k if options.settings is None else options.settings.k
+    k = (options.settings or Settings()).k
     if k == 1:
         return Estimate(leave_one_out(groups.rewards))
     advantages = torch.zeros_like(groups.rewards)
