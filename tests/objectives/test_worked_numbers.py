@@ -62,7 +62,9 @@ def loss(name: str, advantages: list[float], ratios: Any = None, probs: Any = No
     return {"loss": total, "gradient": gradient, "metrics": {key: m.read() for key, m in merge_all(metrics).items()}}
 
 
-def advantages(name: str, rewards: list[Any], lengths: Any = None, scale_rewards: Any = "group", **settings: Any) -> Any:
+def advantages(
+    name: str, rewards: list[Any], lengths: Any = None, scale_rewards: Any = "group", **settings: Any
+) -> Any:
     """The advantages of one group; rewards of lists are those of turns, of which the n-th begin in one state."""
     turns = None
     if ESTIMATORS[name].uses_turns:

@@ -4,8 +4,8 @@ r"""CISPO: the weight is clipped and has no gradient, so every token keeps one. 
 
 $$\ell_{i,t} = -sg\left(\min(c_{i,t}, \epsilon_{high})\right) A_i \log\pi_{i,t}$$
 
-Worked: `ratios=[[7, 0.5]], advantages=[1], epsilon_high=5` gives `gradient=[[-2.5, -0.25]],
-metrics={"cispo_clip_ratio": 0.5}`.
+Worked: `ratios=[[7, 0.5, 0.5]], advantages=[1], epsilon_high=5` gives `gradient=[[-1.667, -0.167, -0.167]],
+metrics={"cispo_clip_ratio": 0.333}`.
 
 When: several steps a generation batch; rare decisive tokens keep a gradient.
 

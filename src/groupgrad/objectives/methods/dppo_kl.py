@@ -5,7 +5,7 @@ $$\mu \log\frac{\mu}{\pi} + (1 - \mu) \log\frac{1 - \mu}{1 - \pi}$$
 Worked: `probs=[[0.8]], ratios=[[1.6]], advantages=[1], threshold=0.223` gives `gradient=[[0]],
 metrics={"dppo/masked_mean": 1}`;
 `probs=[[0.8]], ratios=[[1.6]], advantages=[1], threshold=0.224` gives `gradient=[[-1.6]], metrics={"dppo/masked_mean":
-0}`.
+0}`; `probs=[[0.5]], ratios=[[0.5]], advantages=[-1]` gives `gradient=[[0]]`.
 
 When: as `dppo_tv`, with a bound in nats.
 
@@ -23,7 +23,7 @@ from groupgrad.objectives.methods.dppo_tv import Settings, masked
 def binary_kl(policy: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
     """KL(mu || pi) of two outcomes, nats; probabilities of 0 and 1 count as the nearest numbers that are not."""
     least = torch.finfo(policy.dtype).eps
-    policy, sampler = policy.clamp(least, 1 - least), sampler.clamp(least, 1 - least)
+    policy, sampler = (values.clamp(least, 1 - least) for values in (policy, sampler))
     return sampler * (sampler / policy).log() + (1 - sampler) * ((1 - sampler) / (1 - policy)).log()
 
 

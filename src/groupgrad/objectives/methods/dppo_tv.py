@@ -10,7 +10,8 @@ correction is in r already.
 
 Worked: `probs=[[0.6, 0.8]], ratios=[[1.2, 1.6]], advantages=[1]` gives `gradient=[[-0.6, 0]],
 metrics={"dppo/masked_mean": 0.5}`;
-`probs=[[0.6, 0.8]], ratios=[[1.2, 1.6]], advantages=[-1], ceiling=1.5` gives `gradient=[[0.6, 0.75]]`.
+`probs=[[0.6, 0.8]], ratios=[[1.2, 1.6]], advantages=[-1], ceiling=1.5` gives `gradient=[[0.6, 0.75]]`;
+`probs=[[0.8]], ratios=[[1.6]], advantages=[0]` gives `metrics={"dppo/masked_mean": 0}`.
 
 When: samples of an engine that differs, or stale ones; rare tokens keep a gradient.
 

@@ -5,8 +5,8 @@ weight from above. Only tokens that no mask takes out are in the mean. All token
 
 $$\ell_{i,t} = -A_i \exp\left(\frac{1}{T_i} \sum_t \log c_{i,t}\right)$$
 
-Worked: `ratios=[[2, 0.5]], advantages=[1]` gives `loss=-0.864, gradient=[[0, -0.432]], metrics={"gmpo/clipped_mean":
-0.5}`.
+Worked: `ratios=[[2, 0.5, 0.5]], advantages=[1]` gives `loss=-0.72, gradient=[[0, -0.24, -0.24]],
+metrics={"gmpo/clipped_mean": 0.333}`.
 
 When: several steps a generation batch, without single tokens that dominate.
 
