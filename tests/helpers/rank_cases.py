@@ -1,10 +1,11 @@
-"""The runs that ranks make: the options of each, by name. Every loss has one, with what it needs from its `METHOD`."""
+"""The runs that ranks make: the options of each, by name. Every loss, estimator and mask has one."""
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import Any
 
-from groupgrad.objectives import LOSSES
+from groupgrad.objectives import ESTIMATORS, LOSSES, MASKS
 
 
 def few_vary(completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
@@ -35,12 +36,45 @@ def loss_settings(name: str) -> dict[str, Any]:
     return {"loss_type": name, **level, **SETTINGS_OF_LOSSES.get(name, {}), "num_iterations": 2, "max_steps": 4}
 
 
+SETTINGS_OF_MASKS: dict[str, dict[str, Any]] = {
+    "geometric": {"low": 0.9, "high": 1.1},
+    "k1": {"low": 0.8, "high": 1.25},
+    "k2": {"level": "token", "threshold": 0.02},
+}
+"""The same for masks."""
+
+
+def success(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Rewards of 0 and 1, which all estimators are for."""
+    return [float(sum(ids) % 3 == 0) for ids in completion_ids]
+
+
+def with_mask(estimator: str, mask: str) -> dict[str, Any]:
+    """The settings of two passes over a generation batch, of which the mask acts on the second."""
+    return {
+        "advantage_estimator": estimator,
+        "advantage_settings": {"k": 2} if estimator == "pass_at_k" else None,
+        "off_policy_mask": mask,
+        "off_policy_mask_settings": SETTINGS_OF_MASKS.get(mask),
+        "num_iterations": 2,
+        "max_steps": 4,
+    }
+
+
+NUM_PAIRS = max(len(ESTIMATORS), len(MASKS))
+PAIRS = {
+    f"{estimator} {mask}": with_mask(estimator, mask)
+    for estimator, mask in islice(zip(cycle(ESTIMATORS), cycle(MASKS)), NUM_PAIRS)
+}
+"""Each estimator and each mask in a run."""
+
 # AdamW blows up rounding in gradients that are almost zero, relatively to weights that have hardly moved: 1.03e-5 for
 # dr_grpo, 2e-7 with adam_epsilon=1e-6.
 LARGE = {"optim": "sgd", "learning_rate": 0.3}
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {**loss_settings(name), **LARGE} for name in LOSSES},
+    **{name: {**settings, **LARGE, "reward": success} for name, settings in PAIRS.items()},
     "dapo": {
         **TWO_STEPS,
         "eval": "sets",
@@ -109,7 +143,7 @@ CASES: dict[str, dict[str, Any]] = {
         "behind": True,
     },
 }
-SLOW = {*LOSSES, "entropy", "grpo", "dynamic_sampling", "reward_model", "cut_groups", "images", "hybrid"} - {
+SLOW = {*LOSSES, *PAIRS, "entropy", "grpo", "dynamic_sampling", "reward_model", "cut_groups", "images", "hybrid"} - {
     *("dapo", "clip_cov"),
 }
 """Cases of the slow tests."""

@@ -18,7 +18,7 @@ from groupgrad.checkpoints import host_copies
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import base_fixtures as BASE
 import small_runs as HELP
-from rank_cases import CASES, LOSSES, few_vary, loss_settings  # noqa: F401  # other scripts take them from here
+from rank_cases import CASES, LOSSES, PAIRS, few_vary, loss_settings  # noqa: F401  # other scripts take them from here
 
 
 def make_scorer() -> Any:

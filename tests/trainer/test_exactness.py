@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from dense_objective import dense_advantages, dense_loss, scores
-from rank_cases import loss_settings
+from rank_cases import PAIRS, loss_settings, success
 
 from groupgrad.objectives import LOSSES as ALL_LOSSES
 from groupgrad.scoring import forward
@@ -17,7 +17,7 @@ from groupgrad.scoring.beginnings import with_beginnings_once
 SPLITS = [(8, 2), (4, 4), (2, 8)]
 """(per_device_train_batch_size, gradient_accumulation_steps) of the same 16 rows as (16, 1)."""
 
-LOSSES = [name for name in ALL_LOSSES if name != "bnpo"]
+LOSSES = [name for name, method in ALL_LOSSES.items() if method.reduction != "local_token_mean"]
 """Every loss but `bnpo`, which alone depends on the micro-batch size."""
 
 SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
@@ -103,6 +103,15 @@ def test_losses_do_not_depend_on_the_micro_batch(run, tools, loss_type, optimize
     splits = [(16, 1), *(SPLITS if optimizer is ADAMW else [(4, 4)])]
     settings = {**loss_settings(loss_type), **TWO_STEPS, **optimizer}
     assert_same([run(split, **settings) for split in splits], tools)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_estimators_and_masks_do_not_depend_on_the_micro_batch(run, tools, pair):
+    runs = [run(split, **{**PAIRS[pair], **SGD}, reward_funcs=success) for split in [(16, 1), (4, 4)]]
+    assert_same(runs, tools)
+    shares = [entry["off_policy_mask/masked_mean"] for entry in runs[0][0] if "off_policy_mask/masked_mean" in entry]
+    assert shares[0] == 0 and 0 < max(shares) < 1, "the mask acts in the second pass"
 
 
 def test_the_ratio_moves_within_a_generation_batch(run):

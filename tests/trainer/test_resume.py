@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rank_cases import LOSSES, loss_settings
+from rank_cases import LOSSES, PAIRS, loss_settings, success
 
 # Settings of a run, and the step whose checkpoint it is resumed from.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -49,8 +49,9 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "evaluated": ({"dropout": 0.5, "evaluate": True, "gradient_accumulation_steps": 2, "max_steps": 4}, 2),
     "workers": ({"dataloader_num_workers": 1, "steps_per_generation": 2, "max_steps": 3}, 1),
-    # Each loss, in the second pass over a generation batch.
+    # Each loss, estimator and mask, in the second pass over a generation batch.
     **{name: (loss_settings(name), 3) for name in LOSSES},
+    **{name: ({**settings, "reward_funcs": success}, 3) for name, settings in PAIRS.items()},
 }
 
 

@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "served_lora": {**COMMON, **SERVED, "stage": 3, "peft": True, "from_disk": True},
     "entropy": {**COMMON, **ranks.CASES["entropy"], "stage": 3, "num_iterations": 2},
     **{name: {**COMMON, **ranks.loss_settings(name), "stage": 3} for name in ranks.LOSSES},
+    **{name: {**COMMON, **ranks.CASES[name], "stage": 3} for name in ranks.PAIRS},
     "resumed": {**COMMON, "stage": 3, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "from_disk": True},
 }
 
