@@ -252,6 +252,4 @@ def test_help_lists_the_settings_of_each_loss_estimator_and_mask():
         for name, definition in known.items():
             for setting in () if definition.settings is None else dataclasses.fields(definition.settings):
                 assert name in shown and f"{setting.name}={setting.default}" in shown
-    assert (
-        "gmpo: clip=0.4 (more than 0); kl_cov: share=0.0002 (more than 0, less than 1), coef=1.0 (more than 0)." in text
-    )
+    assert "gmpo: clip=0.4 (more than 0); kl_cov: share=0.0002 (more than 0, less than 1), coef=1.0" in text

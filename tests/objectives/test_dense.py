@@ -83,7 +83,7 @@ def draw_step(rng, keep=1.0, has_old=True, has_samp=True, has_turns=False):
 def draw(rng, loss_type):
     """A step, and options of every kind. Numbers that the loss reads are not those of the defaults."""
     pick, method = lambda choices: choices[int(rng.integers(len(choices)))], LOSSES[loss_type]
-    keep, mask = pick([1.0, 0.5, 0.0]), pick([None, None, *MASKS])
+    keep, mask = pick([1.0, 0.5, 0.0]), pick([None, None, *twins.MASKS])
     mismatch = MismatchOptions(pick(get_args(MismatchMode)), pick([None, 0.7]), pick([None, 1.3]))
     read = {name: getattr(PolicyOptions(), name) for name in method.reads}
     options = PolicyOptions(

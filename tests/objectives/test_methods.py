@@ -1,4 +1,4 @@
-"""Methods of one file each: numbers worked by hand, and how a method of a user's own is found and set."""
+"""Losses of one file each: where they grow, and how one of a user's own is found and set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loss_batches import flat, loss_and_gradient, make_batch, make_scores
+from loss_batches import flat, loss_and_gradient, make_batch
 from own_loss import METHOD, Settings
 
 from groupgrad.batch import TokenScores
@@ -19,68 +19,10 @@ from groupgrad.objectives import (
     MASKS,
     PolicyOptions,
     PolicyTerms,
-    StepTotals,
     find_method,
     policy_loss,
 )
-from groupgrad.objectives.methods.dppo_kl import binary_kl
 from groupgrad.objectives.ragged import PerToken
-
-
-def under(loss_type, logprobs, advantages, *, sampling=None, old=None, **settings):
-    """The loss of rows of log-probs, and its gradient, token by token."""
-    batch = make_batch([[True] * len(row) for row in logprobs], advantages, old=old, sampling=sampling)
-    made = find_method(loss_type).make_settings(settings)
-    return loss_and_gradient(logprobs, batch, PolicyOptions(loss_type=loss_type, settings=made))
-
-
-@pytest.mark.parametrize(("loss_type", "threshold"), [("dppo_tv", 0.2), ("dppo_kl", 0.1)])
-def test_dppo_leaves_out_what_has_moved_too_far_in_the_wrong_direction(loss_type, threshold):
-    """Four tokens of mu 0.5: to 0.6 and 0.75 under A = 1, to 0.2 under A = -1, and to 0.9 under A = -1."""
-    probs, mu = [[0.6, 0.75], [0.2, 0.9]], [[math.log(0.5)] * 2] * 2
-    logprobs = [[math.log(p) for p in row] for row in probs]
-    result, gradient = under(loss_type, logprobs, [1.0, -1.0], sampling=mu, threshold=threshold)
-    # Weights are pi / mu; the loss is a mean over four tokens.
-    assert gradient == pytest.approx([-1.2 / 4, 0.0, 0.0, 1.8 / 4])
-    assert result.loss.item() == pytest.approx((-1.2 * math.log(0.6) + 1.8 * math.log(0.9)) / 4)
-    assert result.metrics["dppo/masked_mean"].read() == 0.5
-
-
-def test_dppo_bounds_the_weight_of_a_rare_token():
-    _, gradient = under("dppo_tv", [[math.log(0.1)]], [1.0], sampling=[[math.log(0.001)]], ceiling=20.0)
-    assert gradient == pytest.approx([-20.0])
-
-
-def test_dppo_takes_old_log_probs_where_the_sampler_reported_none():
-    old = [[math.log(0.5), math.log(0.25)]]
-    _, gradient = under(
-        "dppo_tv", [[math.log(0.5)] * 2], [1.0], sampling=[[math.nan, math.nan]], old=old, threshold=0.3
-    )
-    assert gradient == pytest.approx([-1.0 / 2, -2.0 / 2])
-
-
-def test_the_binary_divergence():
-    policy, sampler = torch.tensor([0.8, 0.5, 1.0, 0.0]).double(), torch.tensor([0.5, 0.5, 1.0, 0.0]).double()
-    expected = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
-    assert binary_kl(policy, sampler).tolist() == pytest.approx([expected, 0.0, 0.0, 0.0])
-
-
-def test_gmpo_weighs_a_completion_by_the_mean_of_its_clipped_log_ratios():
-    """Ratios e and e^-1 under A = 1, and the same under A = -2: one token of each row is clipped."""
-    result, gradient = under("gmpo", [[0.0, -2.0], [0.0, -2.0]], [1.0, -2.0], old=[[-1.0, -1.0]] * 2)
-    first, second = math.exp((0.4 - 1) / 2), math.exp((1 - 0.4) / 2)
-    assert result.loss.item() == pytest.approx((-first + 2 * second) / 2)
-    # Each token has half of the mean; the clipped one has no gradient.
-    assert gradient == pytest.approx([0.0, -first / 2 / 2, 2 * second / 2 / 2, 0.0])
-    assert result.metrics["gmpo/clipped_mean"].read() == 0.5
-
-
-def test_gmpo_forms_its_weight_of_the_tokens_that_masks_leave():
-    totals = StepTotals(rows=1, tokens=2, entropy_threshold=1.0, entropy_tokens=1.0)
-    batch = make_batch([[True, True]], [1.0], totals, old=[[-1.0, -1.0]])
-    options = PolicyOptions(loss_type="gmpo", top_entropy_quantile=0.5)
-    result = policy_loss(make_scores([[-0.8, -5.0]], [[2.0, 0.5]], grad=True), batch, options)
-    assert result.loss.item() == pytest.approx(-math.exp(0.2) / 2)  # the other token adds 0 to a mean of two
 
 
 def test_nothing_bounds_the_weight_of_gmpo_under_a_negative_advantage():
@@ -133,7 +75,8 @@ def test_what_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_with_one_step_a_batch_a_loss_is_the_plain_policy_gradient(loss_type: str):
     """Every ratio is 1, so the gradient of a log-prob is minus the advantage, over the loss's denominator."""
     logprobs = [[math.log(0.5), math.log(0.1)], [math.log(0.9), math.log(0.3)]]
-    _, gradient = under(loss_type, logprobs, [1.0, -2.0], old=logprobs)
+    batch = make_batch([[True] * 2] * 2, [1.0, -2.0], old=logprobs)
+    _, gradient = loss_and_gradient(logprobs, batch, PolicyOptions(loss_type=loss_type))
     denominator = -1 / gradient[0]
     assert denominator > 0 and gradient == pytest.approx([-1 / denominator] * 2 + [2 / denominator] * 2, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""The worked numbers of two completions under every loss; modifiers, metrics, errors and empty batches."""
+"""The loss of two completions: modifiers, metrics, errors and empty batches."""
 
 from __future__ import annotations
 
@@ -29,31 +29,6 @@ def run(*, trained=ALL, totals=None, sampling=None, entropy_coef=0.0, **options)
 
 def read(result):
     return {key: metric.read() for key, metric in result.metrics.items()}
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"loss_type": "grpo"}, -0.187367),
-        ({"loss_type": "bnpo"}, -0.356883),
-        ({"loss_type": "dapo"}, -0.356883),
-        ({"loss_type": "dr_grpo"}, -0.111526),
-        ({"loss_type": "luspo"}, -0.892206),
-        ({"loss_type": "dapo", "delta": 1.5}, -0.389094),
-        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, -0.229119),
-        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, -0.397083),
-        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, -0.992707),
-        ({"loss_type": "cispo", "epsilon_high": 5.0}, 0.607544),
-        ({"loss_type": "cispo", "epsilon_high": 0.2}, 0.110000),
-        ({"loss_type": "sapo"}, -0.491448),
-        ({"loss_type": "vespo"}, 0.351239),
-        ({"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True}, -0.355783),
-    ],
-)
-def test_worked_losses(options, expected):
-    result = run(**options)
-    assert result.loss.item() == pytest.approx(expected, abs=1e-6)
-    assert result.loss.shape == () and result.loss.requires_grad
 
 
 def test_kl_metric_with_and_without_correction():
@@ -128,12 +103,6 @@ def test_low_clip_is_counted():
     assert metrics["clip_ratio/low_min"] == 0.5, "the empty completion does not count"
     assert metrics["clip_ratio/region_mean"] == pytest.approx(2 / 3)
     assert metrics["clip_ratio/high_max"] == 0
-
-
-def test_metrics_of_cispo_sapo_and_vespo():
-    assert read(run(loss_type="cispo", epsilon_high=0.2))["cispo_clip_ratio"] == pytest.approx(0.6)
-    assert read(run(loss_type="vespo"))["vespo/phi_seq_mean"] == pytest.approx((0.767814 + 1.241538) / 2, abs=1e-6)
-    assert set(run(loss_type="sapo").metrics) == {"entropy"}
 
 
 def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_stays():

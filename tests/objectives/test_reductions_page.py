@@ -10,7 +10,6 @@ import torch
 from loss_batches import make_batch
 
 from groupgrad.batch import StepTotals
-from groupgrad.objectives.methods import LOSSES
 from groupgrad.objectives.reduce import REDUCTIONS, Reduction
 
 PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
@@ -31,16 +30,6 @@ def test_the_example_of_the_page(reduction: Reduction) -> None:
     losses = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     assert REDUCTIONS[reduction](losses, batch, 5).item() == pytest.approx(by_hand)
     assert STATED[title] == pytest.approx(by_hand)
-
-
-def test_the_reduction_of_each_loss() -> None:
-    assert {name: method.reduction for name, method in LOSSES.items()} == {
-        **dict.fromkeys(("grpo", "sapo", "gmpo"), "sequence_mean"),
-        **dict.fromkeys(("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"), "token_mean"),
-        "luspo": "sequence_sum",
-        "dr_grpo": "constant",
-        "bnpo": "local_token_mean",
-    }
 
 
 def test_bnpo_with_a_micro_batch_for_each_completion() -> None:

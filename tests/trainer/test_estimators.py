@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import twins
+from rank_cases import success
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError
+from groupgrad.objectives import ESTIMATORS
 
 GROUP = 4
 
@@ -18,55 +21,36 @@ GROUP = 4
 class Kept(GRPOTrainer):
     """A trainer that keeps what the estimator got, and the advantages that it trained."""
 
-    def compute_advantages(self, rewards: Any, num_generations: int, lengths: Any = None) -> Any:
+    def compute_advantages(self, rewards: Any, num_generations: int, lengths: Any = None, turns: Any = None) -> Any:
         self.given = (rewards.squeeze(1).numpy(), lengths.numpy())
-        return super().compute_advantages(rewards, num_generations, lengths)
+        return super().compute_advantages(rewards, num_generations, lengths, turns)
 
     def batch_loss(self, model: Any, batch: Any, **known: Any) -> Any:
         self.trained = (batch.advantages.numpy(), batch.loss_tokens.numpy())
         return super().batch_loss(model, batch, **known)
 
 
-def baseline_by_length(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    return rewards - (lengths * rewards).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
-
-
-def over_tokens(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    deviations = rewards - rewards.mean(1, keepdims=True)
-    by_token = np.repeat(deviations.ravel(), lengths.ravel().astype(int))
-    return (deviations - by_token.mean()) / np.sqrt(by_token.var(ddof=1) + 1e-8)
-
-
-def second_best(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    ordered = np.sort(rewards, axis=1)
-    found = np.zeros_like(rewards)
-    found[np.arange(len(rewards)), rewards.argmax(1)] = GROUP * (ordered[:, -1] - ordered[:, -2])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"advantage_estimator": "rloo"}, lambda r, _: (r - r.mean(1, keepdims=True)) * GROUP / (GROUP - 1)),
-        ({"advantage_estimator": "opo"}, baseline_by_length),
-        ({"advantage_estimator": "reinforce_plus_plus_baseline"}, over_tokens),
-        ({"advantage_estimator": "pass_at_k", "advantage_settings": '{"k": 4}'}, second_best),
-    ],
-)
-def test_what_is_trained_is_what_the_estimator_says(train: Any, settings: Any, expected: Any) -> None:
-    trainer = train(cls=Kept, max_steps=1, **settings)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_what_is_trained_is_what_the_estimator_says(train: Any, name: str) -> None:
+    twin, reward = twins.ESTIMATORS[name], {"reward_funcs": success} if twins.ESTIMATORS[name].binary else {}
+    chosen = twin.settings[-1]
+    trainer = train(cls=Kept, max_steps=1, advantage_estimator=name, advantage_settings=dict(chosen) or None, **reward)
     (rewards, lengths), (advantages, loss_tokens) = trainer.given, trainer.trained
-    assert sorted(lengths) == sorted(loss_tokens) and len(set(lengths)) > 1 and len(set(rewards)) > 2
-    table = expected(rewards.reshape(-1, GROUP), lengths.reshape(-1, GROUP)).ravel()
-    assert sorted(advantages) == pytest.approx(sorted(table), abs=1e-6), "micro-batches may have another order"
+    assert sorted(lengths) == sorted(loss_tokens) and len(set(lengths)) > 1 and len(set(rewards)) > 1
+    groups = rewards.reshape(-1, GROUP)
+    scored = twins.Scored(
+        *(groups[:, :, None], np.ones(1), lengths.reshape(-1, GROUP)),
+        turns=[[np.array([[reward]]) for reward in group] for group in groups],
+        states=[[["start"]] * GROUP for _ in groups],
+        scale="group",
+        aggregation="sum_then_normalize",
+        settings=ESTIMATORS[name].make_settings(chosen),
+    )
+    expected = np.array(twin.advantages(scored)).ravel()
+    assert sorted(advantages) == pytest.approx(sorted(expected), abs=1e-6), "micro-batches may have another order"
 
 
-def test_maxrl_trains_successes_and_refuses_other_rewards(train: Any, tools: Any) -> None:
-    success = lambda completion_ids, **_: [float(ids[0] % 3 == 0) for ids in completion_ids]  # noqa: E731
-    trainer = train(cls=Kept, max_steps=1, reward_funcs=success, advantage_estimator="maxrl")
-    rates = trainer.given[0].reshape(-1, GROUP).mean(1, keepdims=True)
-    expected = np.where(rates > 0, trainer.given[0].reshape(-1, GROUP) / np.maximum(rates, 1 / GROUP) - 1, 0.0)
-    assert sorted(trainer.trained[0]) == pytest.approx(sorted(expected.ravel()), abs=1e-6) and len(set(rates.flat)) > 1
+def test_maxrl_refuses_other_rewards(train: Any) -> None:
     with pytest.raises(ValueError, match="'maxrl' is for rewards of 0 or 1"):
         train(max_steps=1, advantage_estimator="maxrl")
 
