@@ -1,4 +1,4 @@
-"""Makes the pictures of the page of `groupgrad view` in the documents: of a demo, an agent and a sweep.
+"""Makes the pictures of the page of `groupgrad view` in the documents: of a demo, an agent, a sweep and evaluations.
 
     groupgrad demo --output-dir runs/demo
     python bench/page_pictures.py runs/demo docs
@@ -7,6 +7,7 @@
     python examples/programs/openai_client.py runs/smollm2 runs/client max_steps=3
     python bench/page_pictures.py runs/client docs turns
     python bench/page_pictures.py runs/rates docs sweep      while a sweep trains there
+    python bench/page_pictures.py runs/second docs evaluations     docs/evaluation.md has the run's command
 
 It needs Playwright and Chromium (`pip install playwright`, `apt-get install chromium`).
 """
@@ -36,6 +37,7 @@ PICTURES: dict[str, dict[str, tuple[str, tuple[int, int], Any, str]]] = {
     "agent": {"view-agent.png": ("#/rollouts?run=0&step=1&group=0&row=0", (1280, 720), "light", ".tokens")},
     "turns": {"view-turns.png": ("#/rollouts?run=0&step=1&group=0&row=0", (1280, 720), "light", MESSAGES)},
     "sweep": {"view-sweep.png": ("#/sweep", (1280, 560), "light", ".sweep")},
+    "evaluations": {"view-evaluations.png": ("#/", (1280, 480), "light", ".evaluations table")},
 }
 """Kind of run → file → place on the page, size, colours, and what has to be there."""
 
@@ -58,6 +60,7 @@ def main(run: Path, folder: Path, kind: str) -> None:
                     page.wait_for_timeout(3000)  # until all rollouts are counted
                     if wanted == MESSAGES:
                         page.locator(MESSAGES).first.click()
+                    page.locator(wanted).first.scroll_into_view_if_needed()
                     save(page.screenshot(), folder / name)
         finally:
             server.terminate()
