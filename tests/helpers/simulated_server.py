@@ -26,8 +26,8 @@ from waiting import free_port, until
 from groupgrad.integrations.vllm.http import Address
 from groupgrad.integrations.vllm.server import Routes
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
-from groupgrad.integrations.vllm.transfer_plugin import BACKEND
 from groupgrad.integrations.vllm.weight_receiver import WeightReceiver
+from groupgrad.integrations.vllm.wire import BACKEND
 
 KEY = "the-key-of-these-tests"
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.integrations.vllm.pool_session import PoolSession
+from groupgrad.integrations.vllm.server_pool import PoolSession
 
 ROWS: list[dict[str, Any]] = []
 

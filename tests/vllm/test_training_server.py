@@ -21,7 +21,7 @@ from vllm_training import LARGE, logged, make_trainer
 from waiting import until
 
 from groupgrad.integrations.vllm.http import Address
-from groupgrad.integrations.vllm.pool_session import PoolSession
+from groupgrad.integrations.vllm.server_pool import PoolSession
 from groupgrad.integrations.vllm.vllm_policy import LEAVE_PUSH_S
 from groupgrad.integrations.vllm.weight_transport import HttpTransport
 from groupgrad.integrations.vllm.wire import Bucket

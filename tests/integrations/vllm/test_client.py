@@ -19,7 +19,7 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.errors import WeightsLost
 from groupgrad.integrations.sharding.fsdp import FSDPOptions, shard
 from groupgrad.integrations.vllm import client as client_module
-from groupgrad.integrations.vllm import pool_session
+from groupgrad.integrations.vllm import server_pool
 from groupgrad.integrations.vllm.client import incompatibilities
 from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call
 from groupgrad.integrations.vllm.media import decode
@@ -60,7 +60,7 @@ class Script:
             def close(self) -> None:
                 pass
 
-        monkeypatch.setattr(pool_session, "Stream", Call)
+        monkeypatch.setattr(server_pool, "Stream", Call)
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from stranger_cases import announce
 from groupgrad.integrations.vllm import http
 from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout, call
 from groupgrad.integrations.vllm.server import Routes
-from groupgrad.integrations.vllm.transfer_plugin import FLAGS
 from groupgrad.integrations.vllm.vllm_params import adapter_bytes
+from groupgrad.integrations.vllm.wire import FLAGS
 from groupgrad.models.weights import adapter_files
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

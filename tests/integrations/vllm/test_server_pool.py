@@ -21,8 +21,7 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.errors import WeightsLost
 from groupgrad.integrations.vllm import server_pool
 from groupgrad.integrations.vllm.http import Address, call
-from groupgrad.integrations.vllm.pool_session import assign_rows
-from groupgrad.integrations.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool, assign_rows
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.models.weights import checkpoint_weights
 

@@ -20,14 +20,15 @@ from groupgrad.integrations.vllm.http import (
     call,
     wait_until_up,
 )
-from groupgrad.integrations.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
 from groupgrad.integrations.vllm.vllm_params import adapter_bytes, refusal
 from groupgrad.integrations.vllm.vllm_policy import Push
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 from groupgrad.integrations.vllm.weight_transport import GROUP_PORT, GroupBroken, HttpTransport, choose_transport
 from groupgrad.integrations.vllm.wire import (
+    BACKEND,
     BUCKET_BYTES,
     PROTOCOL,
+    TRANSFER_CONFIG,
     model_sizes,
     pack,
     specs_of,

@@ -18,8 +18,9 @@ from accelerate.utils import patch_environment
 from torch import nn
 
 from groupgrad import dist
-from groupgrad.integrations.vllm.transfer_plugin import BACKEND, register
+from groupgrad.integrations.vllm.transfer_plugin import register
 from groupgrad.integrations.vllm.vllm_params import PROCESSED, lora_rank
+from groupgrad.integrations.vllm.wire import BACKEND
 from groupgrad.models.unwrapping import base_model, unwrap
 
 MAX_NUM_SEQS = 256

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupgrad.integrations.vllm.transfer_plugin import FLAGS
+from groupgrad.integrations.vllm.wire import FLAGS
 
 POLL_S = 0.25
 """Seconds between two attempts to reach a server that is not up yet."""

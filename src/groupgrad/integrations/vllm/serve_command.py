@@ -17,8 +17,8 @@ from pathlib import Path
 import yaml
 
 from groupgrad.integrations.vllm.http import VARIABLE, check_key
-from groupgrad.integrations.vllm.transfer_plugin import FLAGS
 from groupgrad.integrations.vllm.vllm_params import LOGPROBS_MODE
+from groupgrad.integrations.vllm.wire import FLAGS
 
 _ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 """Names of vLLM's options that users of other servers know."""

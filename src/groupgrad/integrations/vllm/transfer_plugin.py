@@ -6,16 +6,8 @@ vLLM loads it in each of its processes, from the entry point `vllm.general_plugi
 from __future__ import annotations
 
 import contextlib
-import json
 
-BACKEND = "groupgrad"
-"""Name of the backend, and of the plugin."""
-
-TRANSFER_CONFIG = json.dumps({"backend": BACKEND})
-"""Value of vLLM's `--weight-transfer-config`."""
-
-FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", "groupgrad.integrations.vllm.server.Routes")
-"""Arguments that make `vllm serve` a server for groupgrad's trainers."""
+from groupgrad.integrations.vllm.wire import BACKEND
 
 
 def register() -> None:

@@ -1,8 +1,9 @@
-"""Wire format of weights: tensor specs, buckets with a running checksum, and shared-memory files that carry them."""
+"""What a trainer and its servers agree on: flags, tensor specs, buckets with a running checksum, and shared-memory files that carry them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import mmap
 import os
@@ -16,6 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+BACKEND = "groupgrad"
+"""Name of the backend, and of the plugin."""
+
+TRANSFER_CONFIG = json.dumps({"backend": BACKEND})
+"""Value of vLLM's `--weight-transfer-config`."""
+
+FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", "groupgrad.integrations.vllm.server.Routes")
+"""Arguments that make `vllm serve` a server for groupgrad's trainers."""
 
 PROTOCOL = 5
 """Version of the routes under `/groupgrad` and of their payloads.
