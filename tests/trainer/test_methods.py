@@ -81,5 +81,5 @@ def test_settings_that_cannot_work_stop_a_run_before_it_begins(make_trainer: Any
         make_trainer(off_policy_mask="m2po", off_policy_mask_settings={"tau": -1})
     with pytest.raises(ConfigError, match="off_policy_mask='m2p' is not known: did you mean 'm2po'"):
         make_trainer(off_policy_mask="m2p")
-    with pytest.warns(UserWarning, match="off_policy_mask is not set"):
+    with pytest.warns(UserWarning, match="off_policy_mask is off"):
         make_trainer(off_policy_mask_settings={"tau": 1.0})
