@@ -34,6 +34,7 @@ class BlockLayout:
         self._spans = spans
         self._blocks_on: dict[torch.device, list[Block]] = {}
         self._places: dict[torch.device, TokenPlaces] = {}
+        self._recurrence: Recurrence | None = None
         self._records = span_records(spans)
         self.kernel_spans = span_table(self._records)
         """(n, 10) int64, the spans as the compiled kernels take them."""
@@ -59,10 +60,12 @@ class BlockLayout:
             self._places[device] = TokenPlaces.of(self._spans, device)
         return self._places[device]
 
-    @cached_property
+    @property
     def recurrence(self) -> Recurrence:
         """The order of the tokens in recurrent layers, made when it is first needed."""
-        return Recurrence(self._spans)
+        if self._recurrence is None:
+            self._recurrence = Recurrence(self._spans)
+        return self._recurrence
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D).
