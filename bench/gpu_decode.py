@@ -28,7 +28,6 @@ from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.attention_layouts import DecodeBatch
 from groupgrad.engines.native.kv_cache import CacheRoom
-from groupgrad.engines.native.runner import EagerStep
 
 GROUP = 16
 SHOWN = 8
@@ -81,7 +80,7 @@ def decode(session: Any, rows: int, options: argparse.Namespace, num_bytes: int,
     median = sorted(seconds)[len(seconds) // 2]
     read = num_bytes + cache.bytes_per_token * (sum(lengths) + num_groups * options.prompt)
     return {
-        "path": "eager" if isinstance(step, EagerStep) else "recorded",
+        "path": step.path,
         "direct": type(runner.direct).__name__,
         "milliseconds": 1e3 * median,
         "tokens_per_second": rows / median,

@@ -41,10 +41,10 @@ def test_decode_steps_of_a_tiny_model_are_timed(tmp_path, capsys):
     sizes = ["--rows", "3", "20", "--tokens", "12", "--prompt", "8", "--steps", "3"]
     gpu_decode.main(["--tiny", *sizes, "--answer", str(file)])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(", eager")[0] for line in lines] == ["tiny, 3 rows", "tiny, 20 rows"]
+    assert [line.split(", compiled")[0] for line in lines] == ["tiny, 3 rows", "tiny, 20 rows"]
     steps = json.loads(file.read_text())["steps"]
     assert [step["rows"] for step in steps] == [3, 20]
-    assert all(step["milliseconds"] > 0 and step["path"] == "eager" for step in steps)
+    assert all(step["milliseconds"] > 0 and step["path"] == "compiled" for step in steps)
 
 
 def test_kernels_are_checked_in_a_rehearsal(tmp_path, capsys):

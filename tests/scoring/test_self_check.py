@@ -26,7 +26,7 @@ def test_every_architecture_is_causal_and_gets_its_fastest_layout(any_model):
     report = check_layout(any_model, ForwardOptions())
     name = type(any_model).__name__
     own_attention = {"BloomForCausalLM", "FalconForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM", "XGLMForCausalLM"}
-    dense = {"RecurrentGemmaForCausalLM", *own_attention}
+    dense = {"RecurrentGemmaForCausalLM", "MambaForCausalLM", *own_attention}
     assert report.layout == ("dense" if name in dense else "shared"), report
     assert report.tiled_head
     assert (report.reason is None) == (name not in dense)

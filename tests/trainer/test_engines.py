@@ -38,7 +38,7 @@ def test_engine_kv_memory_bounds_the_sampler(train, make_trainer, tools):
     assert tools.relative(weights[1], weights[0]) < 1e-5
     with pytest.raises(ValueError, match="set engine_kv_memory to at least"):
         train(engine_kv_memory="1KB", rollout_engine="native")
-    with pytest.raises(ValueError, match=r"engine_kv_memory='much' is no amount of memory"):
+    with pytest.raises(ValueError, match=r"engine_kv_memory='much' is no amount of bytes"):
         make_trainer(engine_kv_memory="much")
 
 

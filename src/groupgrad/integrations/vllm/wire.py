@@ -1,4 +1,4 @@
-"""What a trainer and its servers agree on: flags, tensor specs, buckets with a running checksum, and shared-memory files that carry them."""
+"""What a trainer and its servers agree on: flags, tensor specs, buckets with a checksum, and files in shared memory."""
 
 from __future__ import annotations
 
