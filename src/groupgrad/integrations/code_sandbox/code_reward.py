@@ -22,18 +22,37 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Row = tuple[str | None, tuple[Any, ...]]
 """Code, None where a completion has none, and tests."""
 _PYTHON_TAG = re.compile(r"py(thon)?[\d.]*")
-_BLOCK = re.compile(r"^([ \t]*)(`{3,}(?=[^`\n]*$)|~{3,})([^\n]*)\n(.*?)^[ \t]*\2[`~]*[ \t]*$", re.MULTILINE | re.DOTALL)
-"""A fenced block of CommonMark: indentation, fence, info string and content. A closing fence may be longer."""
+_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+"""A CommonMark code fence: indentation, three or more backticks or tildes, and the info string."""
+_LINE_END = re.compile(r"\r\n|\r|\n")
+"""The ends of lines in Python; `str.splitlines` also cuts at characters that strings in the code may contain."""
 
 
 def last_code_block(text: str) -> str | None:
     """The last fenced block that is marked as Python, else the last one without a mark; None without a closed one."""
-    by_mark: dict[bool, str] = {}
-    for indent, _, info, block in _BLOCK.findall(text.replace("\r\n", "\n")):
-        tag = re.split(r"[\s:,{]", info.strip().lower().lstrip("{."))[0].rstrip("}")
-        if tag == "" or _PYTHON_TAG.fullmatch(tag):
-            by_mark[tag != ""] = re.sub(f"^[ \t]{{0,{len(indent)}}}", "", block.removesuffix("\n"), flags=re.MULTILINE)
-    return by_mark.get(True, by_mark.get(False))
+    marked, unmarked = None, None
+    indent, fence, tag = "", "", ""
+    block: list[str] = []
+    for line in _LINE_END.split(text):
+        match = _FENCE.fullmatch(line)
+        if not fence and match is not None:
+            indent, fence, info = match[1], match[2], match[3].strip()
+            tag, block = re.split(r"[\s:,{]", info.lower().lstrip("{."))[0].rstrip("}"), []
+        elif fence and match is not None and match[2].startswith(fence) and not match[3].strip():
+            if _PYTHON_TAG.fullmatch(tag):
+                marked = "\n".join(block)
+            elif tag == "":
+                unmarked = "\n".join(block)
+            fence = ""
+        else:
+            block.append(_without_indent(line, indent))
+    return unmarked if marked is None else marked
+
+
+def _without_indent(line: str, indent: str) -> str:
+    """A line of a block without the indentation of its fence, or without as much of it as the line has."""
+    num_blank = len(line) - len(line.lstrip(" \t"))
+    return line[min(num_blank, len(indent)) :]
 
 
 @dataclass(eq=False)

@@ -90,6 +90,8 @@ class Sandbox:
 
     def __init__(self, limits: Limits, python: str | None = None, mechanism: str = "auto"):
         self.limits = limits
+        if mechanism not in ("auto", *MECHANISMS):
+            raise ValueError(f"mechanism={mechanism!r} is not known; set it to {', '.join(MECHANISMS)} or auto")
         self.mechanism = ""
         """The mechanism in use."""
         self._python, self._readable = _interpreter(python or sys.executable)
