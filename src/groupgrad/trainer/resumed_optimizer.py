@@ -28,6 +28,12 @@ OPTIMIZER_OPTIONS = {
 }
 """Option -> key and index in an optimizer's parameter groups, which a checkpoint restores."""
 
+_OF_PARAMETERS_SHAPE = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum", "z"),
+    *("acc_delta", "prev", "state1", "state2"),
+}
+"""States that optimizers keep for each number of a parameter."""
+
 
 def class_name(optimizer: Any) -> str:
     """Class of an optimizer, without accelerate's wrapper."""
@@ -142,21 +148,20 @@ def _load(trainer: Any, point: ResumePoint) -> tuple[bool, bool]:
     state = torch.load(point.folder / OPTIMIZER, map_location=place, weights_only=True)
     now = list(trained_parameters(trainer.model, optimizer))
     then = None if point.manifest is None or point.manifest.trained is None else list(point.manifest.trained)
-    has_groups = len(state["param_groups"]) == len(optimizer.param_groups)
+    num_groups = len(state["param_groups"])
     if then is not None and then != now:
         state = matched_by_name(state, then, optimizer.state_dict()["param_groups"], now)
-    try:
-        optimizer.load_state_dict(state)
-    except ValueError as error:  # of other numbers of parameters
+    elif then is None and (problem := _problem(state, optimizer, now)):
         if not args.allow_partial_resume:
             raise CheckpointError(
-                f"the optimizer of {point.folder} has the state of other parameters than this run trains: {error}. "
+                f"the optimizer of {point.folder} has the state of other parameters than this run trains: {problem}. "
                 "Freeze and train what the checkpoint's run did, with the same model and adapter, or set "
                 "allow_partial_resume=True to begin with a new optimizer"
-            ) from error
-        _say("the optimizer of %s does not fit: %s", point.folder, error)
-        return False, has_groups
-    return True, has_groups
+            )
+        _say("the optimizer of %s does not fit: %s", point.folder, problem)
+        return False, num_groups == len(optimizer.param_groups)
+    optimizer.load_state_dict(state)
+    return True, num_groups == len(optimizer.param_groups)
 
 
 def matched_by_name(
@@ -180,6 +185,27 @@ def matched_by_name(
         first = next(iter(old_place_of.values()), None)
         merged.append({**group, **(rates if first is None else options[first]), "params": group["params"]})
     return {**state, "state": states, "param_groups": merged}
+
+
+def _problem(state: Mapping[str, Any], optimizer: Any, names: Sequence[str]) -> str | None:
+    """Why a state without names cannot be this optimizer's; None if its groups and shapes fit."""
+    sizes_then = [len(group["params"]) for group in state["param_groups"]]
+    sizes_now = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes_then != sizes_now:
+        return f"its groups have {sizes_then} parameters and this run's {sizes_now}"
+    place, found = 0, []
+    for old, group in zip(state["param_groups"], optimizer.param_groups):
+        for key, parameter in zip(old["params"], group["params"]):
+            shapes = {
+                tuple(value.shape)
+                for name, value in state["state"].get(key, {}).items()
+                if name in _OF_PARAMETERS_SHAPE and isinstance(value, torch.Tensor) and value.dim()
+            }
+            # A projection to a lower rank (GaLore) has states of another shape, and Adafactor may have none of it.
+            if shapes and tuple(parameter.shape) not in shapes and "rank" not in group:
+                found.append(f"{names[place]} is {tuple(parameter.shape)} here and {min(shapes)} there")
+            place += 1
+    return "; ".join(found[:4]) or None
 
 
 def _say(text: str, *values: object) -> None:
