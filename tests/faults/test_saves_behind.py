@@ -46,6 +46,16 @@ class Gate:
         self._save(value, path, *args, **kwargs)
 
 
+def _noted(steps: list[int], begin):
+    """`saving.save_behind` that notes the step of each call."""
+
+    def noted(folder, step, *args, **kwargs):
+        steps.append(step)
+        return begin(folder, step, *args, **kwargs)
+
+    return noted
+
+
 def contents(checkpoint: Path, without: tuple[str, ...] = ()) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name not in without}
 
@@ -110,9 +120,12 @@ def test_a_signal_waits_for_what_is_written(new_trainer, straight, weights_of, t
     trainer = new_trainer(tmp_path, save_in_background=True)
     stop = lambda step: step == 2 and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
     trainer.add_callback(Watch(tmp_path, stop))
+    saved: list[int] = []
+    monkeypatch.setattr(saves.saving, "save_behind", _noted(saved, saves.saving.save_behind))
     with pytest.raises(Stopped) as stopped:
         trainer.train()
     assert stopped.value.code == EXIT_STOPPED
+    assert saved == [1]  # the last checkpoint has been written when the end names it
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
     resumed = new_trainer(tmp_path, save_in_background=True)
     resumed.train(resume_from_checkpoint="auto")

@@ -85,7 +85,8 @@ class Saves:
             best = trainer.state.best_model_checkpoint
             vars(trainer.callback_handler).pop("on_save", None)
             begin = saving.save
-            if trainer.args.save_in_background:
+            # The checkpoint of a signal is the run's last: its end waits for it, and says whether it was written.
+            if trainer.args.save_in_background and not any(dist.all_gather_objects(bool(stopping.requested()))):
                 begin = partial(saving.save_behind, free_memory=partial(free_bytes, torch.device("cpu")))
             folder, step = Path(trainer._get_output_dir(trial=trial)), trainer.state.global_step
             try:
