@@ -74,6 +74,15 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"eval_sampling": {"temperature": 0}}, ["in eval_sampling, temperature=0 cannot work", "0.01 is nearly greedy"]),
     ({"eval_sampling": {"max_completion_length": None}}, ["in eval_sampling, max_completion_length=None"]),
     ({"eval_sampling": {"num_generations": 0}}, ["in eval_sampling, num_generations=0", "at least 1"]),
+    ({"num_train_epochs": 0}, ["num_train_epochs=0", "max_steps=-1", "Set one of them above 0"]),
+    ({"save_steps": 0}, ["save_steps=0", "save_strategy='no'"]),
+    ({"eval_strategy": "steps", "eval_steps": -1}, ["eval_steps=-1", "eval_strategy='no'"]),
+    ({"save_strategy": "best"}, ["save_strategy='best' with eval_strategy='no'", "metric_for_best_model='reward'"]),
+    ({"reward_weights": [1.0, float("inf")]}, ["reward_weights=[1.0, inf]", "finite"]),
+    (
+        {"vllm_importance_sampling_clip_min": 4.0, "vllm_importance_sampling_clip_max": 3.0, "use_vllm": True},
+        ["vllm_importance_sampling_clip_min=4.0", "below vllm_importance_sampling_clip_max=3.0"],
+    ),
     (
         {"eval_sampling": {"num_generations": 4}, "num_generations_eval": 8},
         ["num_generations_eval=8, and eval_sampling has num_generations=4"],

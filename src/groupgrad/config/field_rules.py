@@ -114,7 +114,6 @@ RANGES: dict[str, tuple[Range, str]] = {
         Range(lambda x: x >= -1, "a whole number, or -1 for num_train_epochs", whole=True),
         "it counts steps",
     ),
-    "num_train_epochs": (POSITIVE, "it counts passes over the data set"),
     "max_grad_norm": (NOT_NEGATIVE, "it is a length; 0 clips nothing"),
     "dataloader_prefetch_factor": (or_none(COUNT), "it counts generation batches"),
     # rewards

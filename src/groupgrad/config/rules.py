@@ -14,7 +14,7 @@ from typing import Any
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config import conditions
 from groupgrad.config.conditions import FSDP_OPTIMIZERS, Rule
-from groupgrad.config.field_rules import field_problems
+from groupgrad.config.field_rules import field_problems, is_number
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.config.unused_settings import unused_settings
@@ -102,7 +102,37 @@ RULES: tuple[Rule, ...] = (
         "Set it between them",
     ),
     # --- rewards and logs ---
+    Rule(
+        lambda c: (
+            (weights := c.reward_weights) is not None
+            and not (isinstance(weights, (list, tuple)) and weights and all(map(is_number, weights)))
+        ),
+        "reward_weights={c.reward_weights!r} is not a list of finite numbers. Give one for each reward function, or "
+        "None",
+    ),
     # --- optimizer, precision, processes ---
+    Rule(
+        lambda c: c.max_steps <= 0 and not c.num_train_epochs > 0,
+        "num_train_epochs={c.num_train_epochs} and max_steps={c.max_steps} make a run without a step. Set one of them "
+        "above 0",
+    ),
+    *(
+        Rule(
+            lambda c, kind=kind: (
+                conditions.strategy(getattr(c, f"{kind}_strategy")) == "steps"
+                and (steps := getattr(c, f"{kind}_steps")) is not None
+                and not steps > 0
+            ),
+            f"{kind}_steps={{c.{kind}_steps}} with {kind}_strategy='steps' never comes to {event}. Set it to 1 or "
+            f"more, or {kind}_strategy='no'",
+        )
+        for kind, event in (("save", "a save"), ("logging", "a log"), ("eval", "an evaluation"))
+    ),
+    Rule(
+        lambda c: conditions.strategy(c.save_strategy) == "best" and conditions.strategy(c.eval_strategy) == "no",
+        "save_strategy='best' with eval_strategy='no' never knows a best model. Set eval_strategy='steps' and "
+        "metric_for_best_model='reward', or save_strategy='steps'",
+    ),
     Rule(
         conditions.chosen_by_loss,
         "{found} chooses by the loss of evaluations (metric_for_best_model={c.metric_for_best_model!r}, the default), "
@@ -207,6 +237,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(conditions.rewards_beyond_watchdog, "{found}"),
     # --- vLLM ---
+    Rule(
+        lambda c: (
+            (low := c.vllm_importance_sampling_clip_min) is not None
+            and (high := c.vllm_importance_sampling_clip_max) is not None
+            and low >= high
+        ),
+        "vllm_importance_sampling_clip_min={c.vllm_importance_sampling_clip_min} is not below "
+        "vllm_importance_sampling_clip_max={c.vllm_importance_sampling_clip_max}. Set "
+        "vllm_importance_sampling_clip_min below {c.vllm_importance_sampling_clip_max}",
+    ),
     Rule(
         lambda c: (
             find_method(c.loss_type).needs_token_correction
