@@ -1,7 +1,8 @@
 """Reduces (L,) token losses to this micro-batch's share of the step's loss; all scaling happens here.
 
-The sum of the shares over a rank's micro-batches, then the mean over ranks (what averaging gradients does), is the
-loss that the papers write, over the rows and tokens of the whole optimizer step. `bnpo` alone is local by definition.
+The sum of the shares over a rank's micro-batches, then the mean over ranks (`trainer.gradients.GradientSync`, FSDP or
+DeepSpeed average), is the loss that the papers write, over the rows and tokens of the whole optimizer step. `bnpo`
+alone is local by definition.
 """
 
 from __future__ import annotations

@@ -196,7 +196,10 @@ class _Keys:
         return total if len(mixed) == 1 else total.add_(mixed[1].view(total.shape))
 
     def add_gradient(self, weights: torch.Tensor, query: torch.Tensor, into: torch.Tensor) -> None:
-        """Adds to `into` (T + 1, Hkv, D) each key's sum over the queries, weighted as in `mix`."""
+        """Adds to `into` (T + 1, Hkv, D) each key's sum over the queries, weighted as in `mix`.
+
+        A prompt's keys and values are there once, so they get the sum over the rows of its group here.
+        """
         for w, part, places in zip(self._split(weights), self._parts, self._places):
             grad = torch.bmm(w.transpose(1, 2), query.view(len(part), -1, query.shape[-1]))
             grad = grad.view(len(places), self.heads, -1, *grad.shape[1:]).permute(0, 2, 3, 1, 4)

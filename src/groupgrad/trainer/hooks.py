@@ -354,6 +354,7 @@ class Hooks(TRLNames, Trainer):
             zero3.backward(self.accelerator, loss)
         else:
             with nullcontext() if sync is None else sync.backward_pass(is_last=is_last):
+                # accelerate divides by its own accumulation, which transformers sets to 1; `objectives.reduce` scales.
                 self.accelerator.backward(loss, **further)
         self._restore_modules()
 

@@ -107,6 +107,7 @@ def _run_one_by_one(step: DecodeStep, rows: RunningRows, sampler: Sampler, num_s
     """(num_steps, n) tokens; nothing in here reads one, for which the host would wait."""
     newest, positions, chosen = rows.tokens, rows.positions, []
     for number in range(num_steps):
+        # Of a recorded step the graph ends with the logits; tokens are drawn outside of it.
         logits = step.logits(newest, positions + number).to(sampler.device)
         newest = sampler.choose(logits, rows.table_rows, rows.counts + number)
         chosen.append(newest)

@@ -61,6 +61,7 @@ class Sampler:
         longest = max(request.max_new_tokens for request in requests)
         self._grow(len(requests) - len(self._free), longest)
         rows = self._free[: len(requests)]
+        # A row's first numbers are the same however many are drawn, so the longest row of the batch changes none.
         stream = torch.Generator()
         draws = torch.stack(
             [torch.rand(longest, generator=stream.manual_seed(r.seed), dtype=torch.float64) for r in requests]
