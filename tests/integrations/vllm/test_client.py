@@ -290,6 +290,7 @@ def test_addresses(arguments: Any, texts: list[str]) -> None:
     ("urls", "words"),
     [
         ("node-5:8000", "vllm_server_base_url is 'node-5:8000', which is no address"),
+        (["http://a", "http://a:80"], "has http://a:80 more than once; name each server once"),
         ("http://node-5:eight", "'http://node-5:eight', which is no address"),
         ("http://node-5:99999", "'http://node-5:99999', which is no address"),
         (["http://a:1", None], "'None', which is no address"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import socket
 import sys
 import tempfile
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -112,6 +114,27 @@ def test_calls_of_vllms_routes_are_refused_while_weights_are_not_whole(server: S
     assert raw_exchange(server.port, request("/version", key=KEY))[0] == 200
     trainer.push(model, 0)
     assert raw_exchange(server.port, request("/v1/completions", b"{}", KEY))[0] == 200
+
+
+def test_no_row_begins_while_a_push_waits_for_the_rows_under_way(server: SimulatedServer, model: Any) -> None:
+    """vLLM would hold it back, and sample it by the weights that the push brings."""
+    server.engine.token_s = 0.05
+    row = {"row": 0, "prompt": 0, "seed": 1, "max_tokens": 20}
+    rows = {"weight_version": info(server)["weight_version"], "sampling": {}, "prompts": [[5]], "rows": [row]}
+    start = {"weight_version": "3-a", "tensors": [], "timeout_s": 30.0}
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(
+            raw_exchange, server.port, request("/groupgrad/generate", json.dumps(rows).encode(), KEY)
+        )
+        while not server.engine.num_running:
+            time.sleep(0.01)
+        push = threads.submit(call, server.address, "start", start, timeout_s=40.0)
+        while server.engine.may_begin.is_set():
+            time.sleep(0.01)
+        status, reason = refused(server, "generate", rows)
+        assert status == 503 and "the push '3-a' of weights has not ended" in reason
+        assert first.result()[0] == 200 and server.engine.sampled == [1]
+        push.result()
 
 
 def test_vllm_gets_the_whole_body_and_then_hears_that_the_caller_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,14 @@ class Address:
 
     @classmethod
     def all_of(cls, base_url: str | Sequence[str] | None, host: str = "0.0.0.0", port: int = 8000) -> list[Address]:
-        """The addresses of one server or several. ValueError for an invalid URL."""
+        """The addresses of one server or several. ValueError for an invalid URL, and for one that is given twice."""
         if isinstance(base_url, str):
             return [cls.of(base_url)]
-        return [cls.of(str(url)) for url in base_url] if base_url else [cls.of(None, host, port)]
+        addresses = [cls.of(str(url)) for url in base_url] if base_url else [cls.of(None, host, port)]
+        twice = [str(address) for number, address in enumerate(addresses) if address in addresses[:number]]
+        if twice:
+            raise ValueError(f"vllm_server_base_url has {', '.join(twice)} more than once; name each server once")
+        return addresses
 
     def __str__(self) -> str:
         return f"http{'s' if self.secure else ''}://{self.host}:{self.port}{self.path}"

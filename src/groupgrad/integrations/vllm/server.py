@@ -83,6 +83,8 @@ class ServerWeights:
     """Weight version of the last push that was verified."""
     base_version: str = AS_LOADED
     """Weight version of the last verified push of whole weights; pushes of adapters leave it."""
+    is_ending_rows: bool = False
+    """True while a push waits for rows under way to end; a new one would be held back, and begin with other weights."""
     is_complete: bool = True
     """False from the start of a push until one has been verified."""
     pending_version: str | None = None
@@ -114,7 +116,7 @@ class ServerWeights:
 
     def begin(self, version: str, specs: Sequence[TensorSpec] = (), *, keeps_rows: bool = False) -> None:
         """Marks the weights incomplete until the push of these tensors ends."""
-        self.is_complete, self.pending_version = False, version
+        self.is_ending_rows, self.is_complete, self.pending_version = False, False, version
         self.specs, self.num_tensors, self.keeps_rows = specs, 0, keeps_rows
         self.outlived = {*self.outlived, self.version} if keeps_rows else set()
 
@@ -240,7 +242,7 @@ class Routes:
         for key, images in body.get("images", {}).items():
             body["images"][key] = [await asyncio.to_thread(decode, image) for image in images]
         present = weights.pending_version if weights.is_paused else weights.version
-        if not weights.is_complete and not weights.is_paused:
+        if weights.is_ending_rows or (not weights.is_complete and not weights.is_paused):
             raise weights.not_complete()
         if version != present and version not in weights.outlived:
             raise Refusal(409, f"this server has the weights {weights.version!r}, not {version!r}")
@@ -270,7 +272,7 @@ class Routes:
         async with weights.lock:
             # A push that broke off may have left rows paused. None of them ends before this push, so it keeps them too.
             keeps_rows = keeps_rows or weights.is_paused
-            await self._pause(engine, timeout_s, keeps_rows=keeps_rows)
+            await self._pause(engine, version, timeout_s, keeps_rows=keeps_rows)
             await self._end_update(engine)
             weights.begin(version, specs, keeps_rows=keeps_rows)
             weights.base_version, weights.adapter = "", None  # no adapter fits weights that are half loaded
@@ -328,7 +330,7 @@ class Routes:
                     409,
                     f"the adapter {version!r} belongs to other weights than {weights.base_version!r}, which are here",
                 )
-            await self._pause(engine, timeout_s)
+            await self._pause(engine, version, timeout_s)
             weights.num_adapters += 1
             previous = weights.adapter
             weights.begin(version)
@@ -340,12 +342,15 @@ class Routes:
             weights.adapter = adapter
             await self._finish_push(engine, version)
 
-    async def _pause(self, engine: Any, timeout_s: float, *, keeps_rows: bool = False) -> None:
+    async def _pause(self, engine: Any, version: str, timeout_s: float, *, keeps_rows: bool = False) -> None:
         """Returns when nothing is sampled, with rows under way ended, or kept where they are, keys and values too."""
+        if not keeps_rows:
+            self._weights.is_ending_rows, self._weights.pending_version = True, version
         try:
             pause = engine.pause_generation(mode="keep" if keeps_rows else "wait", clear_cache=False)
             await asyncio.wait_for(pause, timeout_s)
         except asyncio.TimeoutError:
+            self._weights.is_ending_rows = False
             # vLLM takes calls in order: it resumes as soon as it comes to the pause.
             self._resuming = asyncio.create_task(engine.resume_generation())
             raise Refusal(409, f"vLLM did not pause within {timeout_s:g} s; weights cannot change") from None
