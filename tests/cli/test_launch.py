@@ -57,6 +57,9 @@ def test_what_cannot_be_launched(argv, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=words):
         launch_command(argv)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match="started by a launcher"):
+        launch_command(argv)
 
 
 def test_check_starts_the_processes_that_train_would(monkeypatch, capsys):

@@ -35,6 +35,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(conditions.overridden_sampling, "in generation_kwargs, {found}"),
     Rule(
+        lambda c: (
+            is_number(fewest := mapping(c.generation_kwargs).get("min_new_tokens", 0))
+            and fewest > c.max_completion_length
+            and not c.use_vllm
+            and str(fewest)
+        ),
+        "generation_kwargs has min_new_tokens={found}, above max_completion_length={c.max_completion_length}, so no "
+        "completion could end. Set it to less",
+    ),
+    Rule(
         lambda c: c.use_transformers_continuous_batching and c.rollout_engine != "auto",
         "use_transformers_continuous_batching=True and rollout_engine={c.rollout_engine!r} name two engines. Set "
         "one of them",
@@ -50,10 +60,12 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            lambda c, name=name: getattr(c, name) not in (None, "0", 0) and parse_bytes(getattr(c, name)) is None,
+            lambda c, name=name, none=none: (
+                getattr(c, name) not in (None, *none) and parse_bytes(getattr(c, name)) is None
+            ),
             f"{name}={{c.{name}!r}} is no amount of bytes. Set it to one with a unit ('4GiB') or leave it unset",
         )
-        for name in ("engine_kv_memory", "rollouts_keep")
+        for name, none in (("engine_kv_memory", ()), ("rollouts_keep", ("0", 0)))
     ),
     # --- groups and batches ---
     Rule(

@@ -122,6 +122,11 @@ UNUSED: tuple[UnusedSettings, ...] = (
         lambda c: c.use_vllm and c.vllm_mode == "colocate",
     ),
     UnusedSettings(
+        ("vllm_server_host", "vllm_server_port"),
+        "vllm_server_base_url is the server's address",
+        lambda c: c.use_vllm and c.vllm_mode == "server" and c.vllm_server_base_url is not None,
+    ),
+    UnusedSettings(
         (
             *("rollout_engine", "engine_kv_memory", "cache_implementation"),
             *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),

@@ -54,7 +54,7 @@ def launch_command(argv: Sequence[str], name: str = "train") -> list[str] | None
     """The command that starts the processes of `groupgrad train`, or of another command, by the flags in `argv`.
 
     None without such flags.
-    ValueError for a number or a profile that cannot be.
+    ValueError for a number or a profile that cannot be, and in a process that a launcher has started.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
@@ -62,6 +62,11 @@ def launch_command(argv: Sequence[str], name: str = "train") -> list[str] | None
     number, profile = flags.num_processes, flags.accelerate_config
     if number is None and profile is None:
         return None
+    if "LOCAL_RANK" in os.environ:
+        raise ValueError(
+            "this process was started by a launcher (LOCAL_RANK is set), and --num-processes and --accelerate-config "
+            "start one; use the flag or the launcher, not both"
+        )
     profile = profile or DEFAULT_PROFILE
     count, file = None if number is None else _count(number), _profile(profile)
     if profile in PROFILES and count is None:  # a file may be for several machines, and says their number
