@@ -307,6 +307,14 @@ def test_a_hooked_activation_is_called():
     assert seen == [True]
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_patch_of_all_linear_layers_is_respected(monkeypatch: pytest.MonkeyPatch):
+    model, x = nn.Sequential(nn.Linear(64, 8)), torch.randn(2, 64)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: torch.zeros(2, 8))
+    with compiled_parts(model):
+        assert torch.equal(model(x), torch.zeros(2, 8))
+
+
 @pytest.fixture
 def gpu() -> Iterator[None]:
     with simulated_cuda():

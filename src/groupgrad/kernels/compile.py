@@ -194,7 +194,11 @@ def processor_flags() -> set[str]:
 
 def cache_folder() -> Path:
     """Folder in which compiled kernels are kept."""
-    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "groupgrad", "kernels")
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "groupgrad" / "kernels"
+    except RuntimeError:  # the user has no home
+        return Path(os.devnull) / "kernels"
 
 
 def _read(path: Path) -> ctypes.CDLL | None:

@@ -41,6 +41,8 @@ from groupgrad.models.shards import is_sharded
 from groupgrad.models.unwrapping import is_prepared, unwrap
 from groupgrad.scoring.attention import is_checkpointing
 
+_LINEAR_FORWARD = nn.Linear.forward
+
 _PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 """Tensor classes without behaviour of their own."""
 
@@ -266,7 +268,8 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool, is_hal
     if kind is nn.Embedding:
         return _embedding_in_float32 if is_half else None
     if kind is nn.Linear:
-        return _linear if has_kernels and _is_plain_parameter(module.weight, is_half=is_half) else None
+        is_plain = nn.Linear.forward is _LINEAR_FORWARD and _is_plain_parameter(module.weight, is_half=is_half)
+        return _linear if has_kernels and is_plain else None
     if not is_transformers_class(kind) or kind.forward.__module__ != kind.__module__:
         return None
     if kind.__name__ in NORMS:
