@@ -176,6 +176,7 @@ def test_every_process_makes_the_same_rows() -> None:
         ("composite", {"datasets": [{"name": "chain_sum", "wieght": 1}]}, "unexpected keyword argument 'wieght'"),
         ("composite", {"datasets": [{"name": "chain_sun"}]}, "'chain_sun' not registered"),
         ("composite", {"datasets": [{"name": "chain_sum", "config": {"x": 1}}]}, "unexpected keyword argument 'x'"),
+        ("composite", {"datasets": [{"name": "chain_sum", "config": {"seed": 1}}]}, "the parts chain_sum have a seed"),
     ],
 )
 def test_what_there_is_not_is_named(task: str, settings: dict[str, Any], text: str) -> None:

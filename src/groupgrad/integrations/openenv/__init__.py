@@ -55,7 +55,7 @@ def openenv_environment(
     if headers:  # the client of openenv-core 0.3 has no such argument
         options["headers"] = dict(headers)
     if "tool_name" in action.get("properties", {}):
-        described = USER_LOOP.submit(_mcp_tools(options)).result()
+        described = USER_LOOP.submit(_mcp_tools(options)).result(start_timeout_s)
         methods = {tool["name"]: _tool_method(tool) for tool in described}
     else:
         properties = {name: field for name, field in action["properties"].items() if name != "metadata"}

@@ -89,5 +89,9 @@ def _dataset(spec: str) -> Any:
     task, settings = json.loads(spec)
     if task == COMPOSITE:
         parts = [{"weight": 1, "config": {}, **part} for part in settings.get("datasets") or []]
+        # The seeds of parts follow from that of the whole, so that the held-out rows have other ones.
+        fixed = [str(part.get("name")) for part in parts if {"seed", "size"} & part["config"].keys()]
+        if fixed:
+            raise ValueError(f"the parts {', '.join(fixed)} have a seed or size of their own; set that of the whole")
         settings["datasets"] = [DatasetSpec(**part) for part in parts]
     return create_dataset(task, **settings)
