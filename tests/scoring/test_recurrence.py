@@ -123,16 +123,17 @@ def test_states_pass_through_chunks_as_through_tokens(
     """h <- a h + x by chunks in blocks, against a float64 loop over the tokens of each row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrence_module, "BLOCK_TOKENS", block)
-        _check_states(lengths, seed, size)
+        patch.setattr(recurrence_module, "CHUNK_SIZES", (size,))
+        _check_states(lengths, seed)
 
 
-def _check_states(lengths: list[tuple[int, list[int]]], seed: int, size: int) -> None:
+def _check_states(lengths: list[tuple[int, list[int]]], seed: int) -> None:
     spans, rows = make_spans(lengths)
     total = sum(span.length for span in spans)
     generator = torch.Generator().manual_seed(seed)
     decay, value = torch.rand(2, total, generator=generator, dtype=torch.float64)
     recurrence = Recurrence(spans)
-    chunks = recurrence.chunks(torch.device("cpu"), size)
+    chunks = recurrence.chunks(torch.device("cpu"))
     log_decays = chunks.split(decay.log())
     steps = chunks.steps(lambda *values: (values[0].cumsum(-1), values[1]), log_decays, chunks.split(value))
 

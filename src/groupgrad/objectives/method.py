@@ -97,11 +97,6 @@ class Method:
         return make_settings(self.settings, values, option="loss_settings", owner="loss_type")
 
     @property
-    def sums_over_tokens(self) -> bool:
-        """True if long completions count more than short ones."""
-        return not self.reduction.startswith("sequence_")
-
-    @property
     def divides_by_tokens(self) -> bool:
         """True if the loss is a mean over loss tokens."""
         return self.reduction in ("token_mean", "local_token_mean")

@@ -229,11 +229,10 @@ class Recurrence:
         """(n, ...) states of the next layer, which the caller reads and overwrites; only if `is_step`."""
         raise RuntimeError("only a pass with one token a row has states that can be updated in place")
 
-    def chunks(self, device: torch.device, size: int | None = None) -> Chunks:
-        """The tokens in chunks of `size`, by default the cheapest of `CHUNK_SIZES`; made once for all layers."""
-        if max(span.length for span in self._spans) == 1:
-            size = 1
-        size = size or min(CHUNK_SIZES, key=self._cost)
+    def chunks(self, device: torch.device) -> Chunks:
+        """The tokens in chunks of the cheapest of `CHUNK_SIZES`; made once for all layers."""
+        is_step = max(span.length for span in self._spans) == 1
+        size = 1 if is_step else min(CHUNK_SIZES, key=self._cost)
         if (size, device) not in self._chunks:
             self._chunks[size, device] = self._make_chunks(size, device)
         return self._chunks[size, device]

@@ -237,7 +237,7 @@ class CompiledStep:
         self._rows: _Rows | None = None
         self._cache_version = (-1, -1)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, _attention: object = None) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits behind `tokens` (n,) at `positions` (n,), whose keys and values are stored.
 
         The next step overwrites them.
