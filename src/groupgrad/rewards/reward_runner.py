@@ -1,4 +1,13 @@
-"""Scores finished rollouts with reward functions and reward models."""
+"""Scores finished rollouts with reward functions and reward models.
+
+A call has all rows of a rank that are to be scored. What becomes of one that fails (`RewardRunner._failed`):
+
+    on_reward_failure    rows of the call            the step
+    error (default)      -                           ends with an error that names function and row, on all ranks
+    a number             that reward                 trains
+    none                 no reward by this function  trains; a row without any reward has advantage 0, takes no pass, is
+                                                     in no group's mean, and counts in the loss's denominator
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,14 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 The routes of a push call the methods of vLLM's weight transfer. vLLM's own routes to them ask for no key, exist in its
 development mode alone, and check nothing (docs/vllm.md).
 
+A push, phase by phase:
+
+    trainer (`client.py`)           server (here)                            workers (`weight_receiver.py`)
+    start: names of all tensors     pauses sampling, marks incomplete        expect a push
+    update: a bucket of tensors     only the next ones announced are taken   load it, add to their checksum
+    finish: the checksum            only if all tensors came                 compare the checksum and the names
+                                    then the new version, and sampling
+
 Every route, vLLM's own included, needs the key (`http.py`); without it only GET `/health` is answered.
 
 Weights are *complete* when a whole push has arrived and was verified. Until then no route samples: after a push that
