@@ -26,7 +26,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 MESSAGES = 'summary:text-matches("as . messages")'
-"""What opens the messages of a rollout."""
+"""The line of a rollout that opens its messages."""
 
 PICTURES: dict[str, dict[str, tuple[str, tuple[int, int], Any, str]]] = {
     "demo": {

@@ -47,7 +47,7 @@ class Step:
 
 @dataclass
 class Terms:
-    """What the token losses of a step are made of, (N, T) each but for `log_rho`."""
+    """Arrays from which the token losses of a step are computed, (N, T) each but for `log_rho`."""
 
     step: Step
     options: PolicyOptions
@@ -315,7 +315,7 @@ def whitened(s: Scored) -> ndarray:
 
 
 def pass_at_k(s: Scored) -> ndarray:
-    """By its definition: what each row adds to the best of each set of k with it in."""
+    """A row's advantage: the sum, over all sets of k rows that contain it, of what it adds to the best reward."""
     k, size = s.settings.k, s.rewards.shape[1]
     if k == 1:
         return rloo(s)

@@ -1,4 +1,4 @@
-"""What `groupgrad plan` takes from the settings of a run."""
+"""`groupgrad plan` reads sizes from the settings of a run."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def assert_equal_to_runs_alone(results, train_alone, tools, tmp_path, settings, 
 
 
 def test_arms_equal_runs_alone(make_sweep, train_alone, tools, tmp_path):
-    """Of the checkpoints the last one is kept and those asked for."""
+    """The last checkpoint stays, as do those that `save_steps` asks for."""
     results = make_sweep({"learning_rate": [1e-2, 3e-2]}, args=CASES["plain"], turn_steps=1).run()
     for result in results:
         kept = (tmp_path / "sweep/arms" / result.name).glob("checkpoint-*")

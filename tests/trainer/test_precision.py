@@ -51,7 +51,7 @@ def test_the_engine_samples_in_the_type_that_training_computes_in(case, make_tra
     trainer = make_trainer(model=policy, max_steps=2, **settings)
     assert trainer.execution.engine_choice.name == "native"
     trainer.train()
-    # A compiled decode step attends by itself.
+    # A compiled decode step calls no `attend`.
     assert {"prompts", "training"} <= {*attended} and all(found == {computed} for found in attended.values())
     assert {parameter.dtype for parameter in policy.parameters()} == {held}
     states = [value.dtype for state in trainer.optimizer.state.values() for value in state.values()]

@@ -138,7 +138,7 @@ def _examine(folder: Path) -> ResumePoint:
 
 
 def _unfinished(folder: Path) -> dict[str, str]:
-    """What shows that transformers or TRL did not finish a checkpoint: its last file is missing, or one says so."""
+    """Signs of a checkpoint that transformers or TRL did not finish: its last file is missing, or a file says so."""
     found = {TRAINER_STATE: "is missing"} if not (folder / TRAINER_STATE).is_file() else {}
     return found | ({_INCOMPLETE: "says that its save was not finished"} if (folder / _INCOMPLETE).is_file() else {})
 

@@ -48,7 +48,7 @@ ON_A_CPU: dict[str, Any] = {
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
 }
-"""What the tiny model and the pretrained one train with alike."""
+"""Settings of both demos, that of the tiny model and that of the pretrained one."""
 
 BASE = "base"
 """Folder in that of the run with the model that GRPO starts from, for a replay."""
@@ -62,7 +62,7 @@ class Promise(NamedTuple):
 
     accuracy: float
     times: float
-    """How many times the accuracy before training that must be."""
+    """The accuracy must be at least this many times that before training."""
 
     def __str__(self) -> str:
         return f"to at least {self.accuracy:.0%}, and {self.times:g} times what it was"

@@ -37,7 +37,7 @@ from groupgrad.memory.oom import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 MODULES = "decode steps run through the model's modules, which is slower"
-"""What is said where a family with a direct form runs without it."""
+"""The warning where a family with a direct form runs without it."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, DecodeLayout], torch.Tensor]
 """Newest tokens (n,), their positions (n,) and attention -> (n, V) logits behind the tokens, whose keys and values are
@@ -46,7 +46,7 @@ stored."""
 
 @dataclass(slots=True)
 class StepFindings:
-    """What the decode steps of a model have shown, which holds as long as its modules stay the same."""
+    """Findings about the decode steps of a model; they hold as long as its modules stay the same."""
 
     can_record: bool = True
     """False once a step of the model could not be recorded."""

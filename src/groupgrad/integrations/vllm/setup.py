@@ -112,7 +112,7 @@ def _colocate_policy(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampl
         trust_remote_code=config.trust_remote_code,
     )
     with dist.errors_on_all_ranks():  # the ranks start vLLM together, and devices may have unequal free memory
-        if next(model.parameters()).is_cuda:  # vLLM compares its share of a CPU's memory with what is free by itself
+        if next(model.parameters()).is_cuda:  # on a CPU vLLM itself compares its share of the memory with what is free
             check_memory(model, colocate_options, training=training_bytes(config, model))
     engine = VLLMColocateEngine(model, tokenizer, colocate_options)
     try:

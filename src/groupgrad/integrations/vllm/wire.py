@@ -1,4 +1,4 @@
-"""What a trainer and its servers agree on: flags, tensor specs, buckets with a checksum, and files in shared memory."""
+"""The format of pushed weights: flags of the server, tensor specs, buckets with a checksum, files in shared memory."""
 
 from __future__ import annotations
 
