@@ -87,6 +87,21 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
 
 
 @pytest.mark.slow
+def test_a_choice_right_after_clear_is_made_among_all_rollouts(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=8, rows=16, tokens=20, evaluated=[8])
+    with served(folder) as address:
+        page = open_page(address + "#/rollouts?run=first&first_step=8")
+        wait_until(page, "document.querySelector('.count').innerText.startsWith('24 rollouts')")
+        clear = "() => { const form = document.querySelector('.filters'); [...form.querySelectorAll('button')].at(-1).click(); return form.isConnected; }"
+        assert not page.evaluate(clear)  # a form that still stood there would choose among the step that was cleared
+        page.select_option("[name=phase]", "train")
+        wait_until(page, "document.querySelector('.count').innerText.startsWith('128 rollouts')")
+        assert "first_step" not in page.url
+        page.go_back()  # each choice of the page that was pressed or opened is one step back
+        wait_until(page, "document.querySelector('.count').innerText.startsWith('24 rollouts')")
+
+
+@pytest.mark.slow
 def test_a_link_opens_its_own_run_or_says_that_it_is_missing(tmp_path, open_page):
     """Whatever runs have come since, or have gone, or have the same name."""
     linked, other = (write_run(tmp_path / name, steps=steps, rows=8, tokens=8) for name, steps in (("b", 2), ("c", 4)))

@@ -51,14 +51,13 @@ function addressOf(query) {
   return `#/rollouts?${new URLSearchParams({ ...query, ...(run && { run: keyOf(run) }) })}`;
 }
 
+/** Goes to a selection at once: until the event of a changed address came, a form of the page that is left could still be used. */
 function go(query, { replace = false } = {}) {
   const hash = addressOf(query);
-  if (replace) {
-    history.replaceState(null, "", hash);
-    show();
-  } else {
-    location.hash = hash;
-  }
+  const isNew = !replace && hash !== location.hash;
+  if (isNew) history.pushState(null, "", hash);
+  else history.replaceState(null, "", hash);
+  show(isNew);
 }
 
 function drawTop(name) {
@@ -93,8 +92,8 @@ function makePage(name, query) {
   return overview(state, { source, openStep: (run, step) => go({ run, first_step: step, last_step: step }) });
 }
 
-/** Shows the page of the address; `event` if the address has just changed. */
-function show(event) {
+/** Shows the page of the address; `isNew` if the address has just changed. */
+function show(isNew) {
   const { name, query } = address();
   drawTop(name);
   if (name === "rollouts" && shown === "rollouts" && page.retarget(query)) return;
@@ -102,7 +101,7 @@ function show(event) {
   shown = document.body.dataset.page = name;
   page = makePage(name, query);
   fill(main, page.node);
-  if (event) main.focus({ preventScroll: true }); // what had the focus is gone
+  if (isNew) main.focus({ preventScroll: true }); // what had the focus is gone
   document.title = `groupgrad · ${state.runs.map((run) => run.name).join(", ")}`;
 }
 
@@ -177,7 +176,7 @@ async function start() {
     fill(main, el("p", { class: "bad" }, `The runs cannot be read: ${error.message}`));
     return;
   }
-  addEventListener("hashchange", show);
+  addEventListener("hashchange", () => show(true));
   document.querySelector(".skip")?.addEventListener("click", (event) => {
     event.preventDefault(); // its address would be that of another page
     main.focus();
