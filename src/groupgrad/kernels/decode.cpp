@@ -257,7 +257,7 @@ struct Step {
         const float query_factor = factor(query) / std::sqrt(static_cast<float>(key_width));
         const float *value = from + 2 * model.key_heads * key_width + head * width;
         float *state = layer.states + task * key_width * width, key_factor = factor(key);
-        Head{state, query, key, value, &decay, &strength, output, key_width, width, 1, query_factor, key_factor}.step();
+        Head{state, query, key, value, decay, &strength, output, key_width, width, query_factor, key_factor}.step();
         normalise(output, layer.norm, width, model.epsilon, output);
         gate_values(gates + head * width, output, width, output);
     }
@@ -273,7 +273,7 @@ struct Step {
         const float decay = std::exp(layer.decay_rates[head] * step);
         float *output = mixed + task * width, *state = layer.states + task * key_width * width;
         for (long i = 0; i < width; i++) output[i] = value[i] * step;  // what the state takes in
-        Head{state, query, key, output, &decay, nullptr, output, key_width, width, 1, 1.0f, 1.0f}.step();
+        Head{state, query, key, output, decay, nullptr, output, key_width, width, 1.0f, 1.0f}.step();
         for (long i = 0; i < width; i++) output[i] += value[i] * layer.skips[head];
     }
 

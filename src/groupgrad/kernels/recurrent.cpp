@@ -14,17 +14,17 @@ extern "C" {
 
 // `recurrent.py` mirrors it.
 struct StateStep {
-    int64_t rows, heads, key_heads, key_width, value_width, decay_width;  // decay_width: 1 or key_width
+    int64_t rows, heads, key_heads, key_width, value_width;
     float *states;                        // (rows, heads, key_width, value_width)
     const float *queries, *keys;          // (rows, key_heads, key_width)
     const float *values;                  // (rows, heads, value_width)
-    const float *decays;                  // (rows, heads, decay_width)
+    const float *decays;                  // (rows, heads)
     const float *strengths;               // (rows, heads) or null
     float *outputs;                       // (rows, heads, value_width)
     float scale, epsilon;  // queries are multiplied by `scale`; both have length 1 before unless `epsilon` is negative
 };
 
-// S becomes diag(decay) S + k u', and the output is q' S, where u is v, or strength (v - k' diag(decay) S).
+// S becomes decay S + k u', and the output is q' S, where u is v, or strength (v - decay k' S).
 void groupgrad_state_step(const StateStep *call, int threads) {
     const StateStep &c = *call;
     const long size = c.key_width * c.value_width, repeat = c.heads / c.key_heads;
@@ -41,12 +41,11 @@ void groupgrad_state_step(const StateStep *call, int threads) {
             c.queries + key_head * c.key_width,
             c.keys + key_head * c.key_width,
             c.values + task * c.value_width,
-            c.decays + task * c.decay_width,
+            c.decays[task],
             c.strengths ? c.strengths + task : nullptr,
             c.outputs + task * c.value_width,
             c.key_width,
             c.value_width,
-            c.decay_width,
             factor(c.queries) * c.scale,
             factor(c.keys),
         };

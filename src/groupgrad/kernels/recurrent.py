@@ -15,7 +15,7 @@ class _StateStep(ctypes.Structure):
     """Mirrors `StateStep` of `recurrent.cpp`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "heads", "key_heads", "key_width", "value_width", "decay_width")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "key_heads", "key_width", "value_width")),
         *(
             (name, ctypes.c_void_p)
             for name in ("states", "queries", "keys", "values", "decays", "strengths", "outputs")
@@ -46,9 +46,9 @@ def state_step(
 ) -> torch.Tensor:
     """Updates the states of n rows by a token each, in place; returns (n, H, Dv) outputs q' S of the new states.
 
-    A state S (of `states` (n, H, Dk, Dv), contiguous) becomes diag(decay) S + k u'. Without `strength` u is v, with it
-    u = strength * (v - k' diag(decay) S). `vectors` are the query q and the key k, (n, Hk, Dk), where Hk divides H, and
-    the value v, (n, H, Dv); decay is (n, H, 1 or Dk), strength (n, H). The query is multiplied by `scale`; with `norm`
+    A state S (of `states` (n, H, Dk, Dv), contiguous) becomes decay S + k u'. Without `strength` u is v, with it
+    u = strength * (v - decay k' S). `vectors` are the query q and the key k, (n, Hk, Dk), where Hk divides H, and
+    the value v, (n, H, Dv); decay and strength are (n, H). The query is multiplied by `scale`; with `norm`
     query and key are divided by their lengths before. Without kernels PyTorch computes the step on any device, in the
     type of the states.
     """
@@ -64,7 +64,6 @@ def state_step(
         key.shape[1],
         key_width,
         value_width,
-        decay.shape[-1],
         states.data_ptr(),
         query.data_ptr(),
         key.data_ptr(),
@@ -93,7 +92,7 @@ def _state_step_by_torch(
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (query, key))
     repeats = states.shape[1] // key.shape[1]
     query, key = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (query, key))
-    states.mul_(decay.to(states.dtype)[..., None])
+    states.mul_(decay.to(states.dtype)[..., None, None])
     if strength is not None:
         added = strength.to(states.dtype)[..., None] * (added - (key[..., None, :] @ states).squeeze(-2))
     states.addcmul_(key[..., None], added[..., None, :])

@@ -15,10 +15,11 @@ constexpr int VECTORS = COLUMNS / LANES;
 // The state of one head, (key_width, value_width), and its token.
 struct Head {
     float *state;
-    const float *query, *key, *value, *decay;
+    const float *query, *key, *value;
+    float decay;
     const float *strength;  // of the delta rule; null: the values are added as they are
     float *output;
-    long key_width, value_width, decay_width;
+    long key_width, value_width;
     float query_factor, key_factor;
 
     void step() const {
@@ -29,8 +30,6 @@ struct Head {
     }
 
 private:
-    float kept(long k) const { return decay[decay_width == 1 ? 0 : k]; }
-
     // Columns from `first` on, `count` of them, by vectors.
     template <bool IS_WHOLE>
     void step_columns(long first, long count) const {
@@ -45,7 +44,7 @@ private:
         for (int i = 0; i < VECTORS; i++) added[i] = sums[i] = Vec{};
         if (strength) {
             for (long k = 0; k < key_width; k++) {
-                const float factor = kept(k) * (key[k] * key_factor);
+                const float factor = decay * (key[k] * key_factor);
                 for (int i = 0; i < vectors; i++) added[i] += factor * read(state + k * value_width + first, i);
             }
             for (int i = 0; i < vectors; i++) added[i] = *strength * (read(value + first, i) - added[i]);
@@ -56,7 +55,7 @@ private:
             float *row = state + k * value_width + first;
             const float key_now = key[k] * key_factor, query_now = query[k] * query_factor;
             for (int i = 0; i < vectors; i++) {
-                const Vec now = kept(k) * read(row, i) + key_now * added[i];
+                const Vec now = decay * read(row, i) + key_now * added[i];
                 sums[i] += query_now * now;
                 write(row, now, i);
             }

@@ -96,7 +96,7 @@ def gated_delta_rule(
     kernels, scale = step_kernels(query, key, value, g, beta), query.shape[-1] ** -0.5
     vectors, norm = (query[0], key[0], value[0]), use_qk_l2norm_in_kernel
     if _is_step(recurrence):
-        decay, states = g[0, ..., None].exp(), recurrence.states_in_place()
+        decay, states = g[0].exp(), recurrence.states_in_place()
         output = state_step(kernels, states, vectors, decay, beta[0], scale=scale, norm=norm)
         return output[None].to(query.dtype), None
     if kernels is not None:
@@ -160,7 +160,7 @@ def mamba2_scan(
     x, log_decay = hidden_states.to(dt.dtype) * dt[..., None], dt * A
     kernels = step_kernels(x, log_decay, B, C)
     if _is_step(recurrence):
-        decay = log_decay.exp()[0, ..., None]
+        decay = log_decay.exp()[0]
         output = state_step(kernels, recurrence.states_in_place(), (C[0], B[0], x[0]), decay)[None]
     elif kernels is not None:
         initial = recurrence.initial_states(partial(zero_states, B, x))
