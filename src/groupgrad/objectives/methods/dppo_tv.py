@@ -15,7 +15,8 @@ metrics={"dppo/masked_mean": 0.5}`;
 
 When: samples of an engine that differs, or stale ones; rare tokens keep a gradient.
 
-Source: arXiv:2602.04879, the binary approximation of total variation; the ceiling as in verl and prime-rl.
+Source: arXiv:2602.04879, eq. 13; the threshold as in SkyRL and prime-rl, where verl's example has 0.15; the ceiling as
+in verl's code.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Settings:
     """Settings of DPPO."""
 
     threshold: float = setting(0.2, MORE_THAN_0, "leaves no token")
-    """Divergence of a token's probability from the sampler's from which on it is left out; the paper's value for TV."""
+    """Divergence of a token's probability from the sampler's from which on it is left out."""
     ceiling: float = setting(20.0, MORE_THAN_0, "leaves no token")
     """Largest weight of a token."""
 
