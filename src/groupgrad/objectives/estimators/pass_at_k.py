@@ -7,7 +7,8 @@ samples, without bias; for rewards of 0 and 1 that is pass@k. With rewards in as
 $$A_i = \frac{G}{\binom{G}{k}} \sum_{j<i} (r_i - r_j) \binom{j - 1}{k - 2}$$
 
 `k` = G leaves G (best - second best) for the best row alone, and `k` = 1 is `rloo`. A group with fewer than `k` scored
-rows has no set of `k`, and gives 0.
+rows has no set of `k`, and gives 0. verl's `grpo_passk` is the case `k` = G without the factor G, and divided by the
+deviation of the group.
 
 Worked: `rewards=[0, 0, 0, 1], k=2` gives `[0, 0, 0, 2]`;
 `rewards=[0, 3, 5, 1], k=4` gives `[0, 0, 8, 0]`.

@@ -11,7 +11,7 @@ Worked: `rewards=[1, 0], lengths=[3, 1]` gives `[0.5, -1.5]`.
 
 When: one scale for all prompts, where the deviation of a single group is a poor estimate.
 
-Source: arXiv:2501.03262; over tokens as in OpenRLHF and verl.
+Source: arXiv:2501.03262; over tokens as in OpenRLHF and verl, with the sample variance of verl.
 """
 
 from __future__ import annotations

@@ -6,12 +6,15 @@ $$\frac{1}{N} \sum (\log r)^2 \le \tau$$
 
 holds for the N that stay. In later steps of a generation batch it takes a forward pass of the step's rows.
 
+It stands in place of a clip: `cispo` with a high `epsilon_high` bounds no ratio beside it. The mask is as the paper
+defines it, and as in AReaL. The authors' code counts only tokens that moved as their advantage pulls, and clips them.
+
 Worked: `ratios=[[1.1, 1.2, 1.3, 2]]` gives `[[1, 1, 1, 0]]`: the squares are 0.009, 0.033, 0.069 and 0.48, and the
 first three have a mean of 0.037.
 
 When: very stale samples; few tokens carry most of the variance.
 
-Source: arXiv:2510.01161.
+Source: arXiv:2510.01161, with its tau.
 """
 
 from __future__ import annotations

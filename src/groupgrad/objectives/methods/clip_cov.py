@@ -8,12 +8,15 @@ Tokens that are likely and good drive the entropy down. Of those with a covarian
 of all tokens is drawn at random, at least one, and trains nothing. Averaged over all tokens of the step. In later steps
 of a generation batch the covariances take a forward pass of the step's rows.
 
+The paper's scripts clip ratios at 0 and 2. Its code, as that of verl and SkyRL, draws no token that the clip has taken
+out; here such a token may be drawn, and counts among the share.
+
 Worked: `probs=[[0.9], [0.9], [0.01]], advantages=[1, 0, -1], low=2` gives `gradient=[[-0.333], [0], [0]],
 metrics={"clip_cov/selected_mean": 0.333}`: the covariances are 1.5, 0 and 3.
 
 When: entropy collapses before the reward is learnt.
 
-Source: arXiv:2505.22617; on top of the clip as in verl.
+Source: arXiv:2505.22617; share, bounds and the clip as in the paper's code.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ Worked: `ratios=[[2]], advantages=[1]` gives `loss=-1.307, gradient=[[-1]], metr
 
 When: as `clip_cov`; the penalty acts from the second step of a generation batch on.
 
-Source: arXiv:2505.22617; the penalty as in verl.
+Source: arXiv:2505.22617; share, penalty and its weight as in the paper's code, which has a share of 0.002 for models of
+7B and 0.0002 for 32B.
 """
 
 from __future__ import annotations

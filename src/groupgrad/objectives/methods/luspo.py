@@ -1,6 +1,7 @@
 """LUSPO: the clipped surrogate of `grpo`, summed over each completion and averaged over completions.
 
-It is defined for ratios of sequences (`importance_sampling_level="sequence"`).
+It is defined for ratios of sequences (`importance_sampling_level="sequence"`). The paper has `epsilon` = 0.002 and
+`epsilon_high` = 0.0025 (section 5.1); the defaults are for ratios of tokens.
 
 Worked: `ratios=[[1], [1, 1, 1]], advantages=[-1, -3]` gives `loss=5`.
 
