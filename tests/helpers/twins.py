@@ -117,8 +117,6 @@ class EstimatorTwin:
     advantages: Callable[[Scored], Any]
     """(Q, G), or (T,) of the turns of each completion."""
     settings: Settings = ({},)
-    binary: bool = False
-    """It is for rewards of 0 and 1."""
 
 
 # ------------------------------------------------------------------------------------------------------ reductions
@@ -358,7 +356,7 @@ def gigpo(s: Scored) -> list[list[ndarray]]:
 ESTIMATORS: dict[str, EstimatorTwin] = {
     "group": EstimatorTwin(group),
     "rloo": EstimatorTwin(rloo),
-    "maxrl": EstimatorTwin(maxrl, binary=True),
+    "maxrl": EstimatorTwin(maxrl),
     "opo": EstimatorTwin(opo),
     "reinforce_plus_plus_baseline": EstimatorTwin(whitened),
     "pass_at_k": EstimatorTwin(pass_at_k, ({}, *({"k": k} for k in (1, 2, 3)))),

@@ -254,9 +254,9 @@ def test_a_mask_keeps_what_its_twin_does(name):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_estimator_gives_the_advantages_of_its_twin(name):
-    twin = twins.ESTIMATORS[name]
+    twin, estimator = twins.ESTIMATORS[name], ESTIMATORS[name]
     for seed, chosen in itertools.product(SEEDS, twin.settings):
-        scored = draw_scored(np.random.default_rng(seed), twin.binary, ESTIMATORS[name].make_settings(chosen))
+        scored = draw_scored(np.random.default_rng(seed), estimator.binary, estimator.make_settings(chosen))
         flat_turns = [one for rows in zip(scored.turns, scored.states) for one in zip(*rows)]
         turns = [Turns([1 + len(s) for s in states], torch.from_numpy(r), states) for r, states in flat_turns]
         rewards = torch.from_numpy(scored.by_function).flatten(0, 1)

@@ -32,7 +32,7 @@ class Kept(GRPOTrainer):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_what_is_trained_is_what_the_estimator_says(train: Any, name: str) -> None:
-    twin, reward = twins.ESTIMATORS[name], {"reward_funcs": success} if twins.ESTIMATORS[name].binary else {}
+    twin, reward = twins.ESTIMATORS[name], {"reward_funcs": success} if ESTIMATORS[name].binary else {}
     chosen = twin.settings[-1]
     trainer = train(cls=Kept, max_steps=1, advantage_estimator=name, advantage_settings=dict(chosen) or None, **reward)
     (rewards, lengths), (advantages, loss_tokens) = trainer.given, trainer.trained
@@ -53,6 +53,17 @@ def test_what_is_trained_is_what_the_estimator_says(train: Any, name: str) -> No
 def test_maxrl_refuses_other_rewards(train: Any) -> None:
     with pytest.raises(ValueError, match="'maxrl' is for rewards of 0 or 1"):
         train(max_steps=1, advantage_estimator="maxrl")
+
+
+def test_maxrl_refuses_weights_that_sum_successes_to_other_numbers(make_trainer: Any) -> None:
+    def other(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [0.0] * len(completion_ids)
+
+    settings: dict[str, Any] = {"reward_funcs": [success, other], "advantage_estimator": "maxrl"}
+    for weights in (None, [0.2, 0.0], [1.0, 1.0]):
+        make_trainer(**settings, reward_weights=weights)
+    with pytest.raises(ValueError, match=r"'maxrl' is for .* the weights \(1\.0, 0\.2\) .* the weight 1"):
+        make_trainer(**settings, reward_weights=[1.0, 0.2])
 
 
 def test_a_subclass_need_not_take_lengths(train: Any) -> None:

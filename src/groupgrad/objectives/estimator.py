@@ -126,6 +126,8 @@ class Estimator:
     """It credits turns, and gets their rewards."""
     state: Callable[[Any], str | None] | None = None
     """Its settings -> the attribute of environments that is the state of a turn, or None."""
+    binary: bool = False
+    """It is for rewards of 0 and 1: of several functions those that count have the weight 1."""
     smallest_group: Callable[[Any], int] | None = None
     """Its settings -> the completions that a group must have at least; None: as many as any group has."""
 

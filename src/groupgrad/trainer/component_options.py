@@ -179,7 +179,7 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_given: int = 0) ->
     """Returns the options of the way from rewards to advantages.
 
     `num_given` is the number of environments that score their rollouts; such a reward has weight 1. ValueError if
-    `reward_weights` does not have `num_rewards` entries.
+    `reward_weights` does not have `num_rewards` entries, or weights that the estimator is not for.
     """
     weights = config.reward_weights
     if weights is not None and len(weights) != num_rewards:
@@ -187,11 +187,16 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_given: int = 0) ->
             f"reward_weights has {len(weights)} entries ({weights}), but there are {num_rewards} reward functions; "
             "give one weight for each"
         )
+    reward_weights = (*(float(weight) for weight in weights or (1.0,) * num_rewards), *(1.0,) * num_given)
+    counting = [weight for weight in reward_weights if weight != 0]
+    if find_estimator(config.advantage_estimator).binary and len(counting) > 1 and set(counting) != {1.0}:
+        raise ValueError(
+            f"advantage_estimator={config.advantage_estimator!r} is for rewards of 0 or 1, but with the weights "
+            f"{reward_weights} successes sum to other numbers. Give rewards that count the weight 1 in reward_weights, "
+            "and all others the weight 0, or use advantage_estimator='group'"
+        )
     return ScoringOptions(
-        reward_weights=(
-            *(float(weight) for weight in weights or (1.0,) * num_rewards),
-            *(1.0,) * num_given,
-        ),
+        reward_weights=reward_weights,
         scale_rewards=cast(ScaleRewards, str(config.scale_rewards)),
         aggregation=cast(Aggregation, config.multi_objective_aggregation),
         estimator=config.advantage_estimator,

@@ -37,4 +37,4 @@ def relative_to_pass_rate(groups: ScoredGroups, options: AdvantageOptions) -> Es
     return Estimate(torch.where(pass_rate > 0, scaled, torch.zeros_like(scaled)))
 
 
-ESTIMATOR = Estimator(relative_to_pass_rate)
+ESTIMATOR = Estimator(relative_to_pass_rate, binary=True)
