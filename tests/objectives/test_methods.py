@@ -71,6 +71,12 @@ def test_what_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "losses_of_mine.absent" not in sys.modules
 
 
+def test_a_method_may_be_a_file_of_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "loss_in_a_file.py").write_text("from groupgrad.objectives.methods.dapo import METHOD")
+    assert find_method("loss_in_a_file") is LOSSES["dapo"]
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "gmpo"])
 def test_with_one_step_a_batch_a_loss_is_the_plain_policy_gradient(loss_type: str):
     """Every ratio is 1, so the gradient of a log-prob is minus the advantage, over the loss's denominator."""

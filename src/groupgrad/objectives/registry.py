@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
+from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import Any, Generic, TypeVar
 
@@ -61,7 +62,7 @@ class Registry(Generic[T]):
         """The definition of this name. ValueError, with what to set, if there is none."""
         if name in self.known:
             return self.known[name]
-        if "." not in name:
+        if "." not in name and find_spec(name) is None:
             hint = did_you_mean(name, list(self.known), after=" ")
             raise ValueError(
                 f"{self.option}={name!r} is not known: {hint}Set it to one of {', '.join(self.known)}, or to the path "
