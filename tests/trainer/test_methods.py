@@ -70,6 +70,19 @@ def test_the_furthest_tokens_are_left_out_of_later_steps(train: Any, make_policy
     assert shares[1] == [0.0] * 6
 
 
+def test_a_mask_of_ones_own_trains(
+    train: Any, make_policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step of a generation batch it leaves out the tokens that have moved."""
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "from groupgrad.objectives import Mask, PerToken\nMASK = Mask(lambda gap, *_: PerToken(gap.abs() < 1e-3))"
+    (tmp_path / "unmoved_tokens.py").write_text(source)
+    settings: dict[str, Any] = {"num_iterations": 2, "max_steps": 2, "learning_rate": 3e-3}
+    trainer = train(model=make_policy(), off_policy_mask="unmoved_tokens", **settings)
+    found = [one["off_policy_mask/masked_mean"] for one in trainer.state.log_history if "grad_norm" in one]
+    assert found[0] == 0.0 < found[1]
+
+
 def test_settings_that_cannot_work_stop_a_run_before_it_begins(make_trainer: Any) -> None:
     with pytest.raises(ConfigError, match=r"loss_settings has 'thresold', but it has threshold, ceiling; did you mean"):
         make_trainer(loss_type="dppo_tv", loss_settings={"thresold": 0.1})

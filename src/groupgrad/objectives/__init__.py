@@ -23,6 +23,7 @@ from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
 from groupgrad.objectives.nonfinite import NonFiniteToken, TokenTerms, nonfinite_tokens
 from groupgrad.objectives.options import MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import PolicyLoss, policy_loss
+from groupgrad.objectives.ragged import PerRow, PerToken
 from groupgrad.objectives.registry import MORE_THAN_0, Range, described_settings, setting
 from groupgrad.objectives.required_passes import (
     FORWARD,
@@ -59,6 +60,8 @@ __all__ = [
     "MismatchOptions",
     "NonFiniteToken",
     "OnPolicyInfo",
+    "PerRow",
+    "PerToken",
     "PolicyLoss",
     "PolicyOptions",
     "PolicyTerms",
