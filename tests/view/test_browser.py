@@ -92,7 +92,8 @@ def test_a_choice_right_after_clear_is_made_among_all_rollouts(tmp_path, open_pa
     with served(folder) as address:
         page = open_page(address + "#/rollouts?run=first&first_step=8")
         wait_until(page, "document.querySelector('.count').innerText.startsWith('24 rollouts')")
-        clear = "() => { const form = document.querySelector('.filters'); [...form.querySelectorAll('button')].at(-1).click(); return form.isConnected; }"
+        click = "[...form.querySelectorAll('button')].at(-1).click()"
+        clear = f"() => {{ const form = document.querySelector('.filters'); {click}; return form.isConnected; }}"
         assert not page.evaluate(clear)  # a form that still stood there would choose among the step that was cleared
         page.select_option("[name=phase]", "train")
         wait_until(page, "document.querySelector('.count').innerText.startsWith('128 rollouts')")
