@@ -11,8 +11,9 @@ GONE = "ERR_CONNECTION_REFUSED"
 """In the message of a page that asks once more after its server has ended."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Playwright's event loop runs in this thread until the browser ends, and no other can be run beside it."""
     from pages import CHROMIUM, HOW, playwright  # which skips tests where there is no Playwright
 
     assert CHROMIUM is not None, HOW
