@@ -10,7 +10,7 @@ import torch
 
 from groupgrad import dist
 from groupgrad.errors import NoSignalError
-from groupgrad.metrics import average, maximum, mean_of, merge_all, minimum
+from groupgrad.metrics import maximum, mean_of, merge_all, minimum
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
 from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer.sampler_logprobs import MISMATCH
@@ -21,6 +21,10 @@ LOGGER = "groupgrad.trainer.step_log"
 
 def constant(completions, **kwargs):
     return [1.0] * len(completions)
+
+
+def lengths(completions, **kwargs):
+    return [float(len(set(text))) for text in completions]
 
 
 def warnings_of(caplog):
@@ -49,20 +53,6 @@ def test_a_run_that_truncates_all_completions_is_warned_once(train, endless, cap
         assert "max_completion_length is 2. Raise max_completion_length, reward short answers" in message
 
 
-def test_groups_without_variance_are_warned_of_once_and_not_by_a_resumed_run(make_trainer, train, caplog):
-    settings = {"reward_funcs": constant, "max_completion_length": 40, "save_strategy": "steps", "save_steps": 1}
-    settings |= {"per_device_train_batch_size": 16}
-    with caplog.at_level(logging.WARNING):
-        train(max_steps=2, **settings)
-    (message,) = warnings_of(caplog)
-    assert message.startswith("step 1: 100 % of groups have no variance")
-    assert "raise num_generations" in message
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        make_trainer(max_steps=3, **settings).train(resume_from_checkpoint=True)
-    assert not warnings_of(caplog)
-
-
 def test_a_run_whose_first_rewards_are_equal_ends_by_option(make_trainer, train, tmp_path):
     settings = {"max_steps": 5, "stop_without_signal": 2, "save_strategy": "steps", "save_steps": 1}
     with pytest.raises(
@@ -85,12 +75,6 @@ def test_a_run_goes_on_once_a_group_had_a_signal(train):
 
     trainer = train(reward_funcs=once, max_steps=8, steps_per_generation=2, stop_without_signal=2)
     assert trainer.state.global_step == 8 and len(calls) == 4
-
-
-def test_a_run_without_findings_is_silent(train, caplog):
-    with caplog.at_level(logging.WARNING):
-        train(max_steps=2, max_completion_length=40)
-    assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -117,50 +101,37 @@ def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monke
     assert [text.partition(",")[0] for text in found] == ["step 1: 50 % of completions were truncated"] * is_main
 
 
-WARNING = "gave no gradient, so nothing was learned"
-
-
-def unscored(completions, **kwargs):
-    return [None] * len(completions)
-
-
-def lengths(completions, **kwargs):
-    return [float(len(set(text))) for text in completions]
-
-
 def signal_warnings(caplog):
-    return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
+    return [message for message in warnings_of(caplog) if "gave no gradient, so nothing was learned" in message]
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("reward", "reason", "remedy"),
-    [
-        (constant, "in 10 of them the rewards of each group were equal", "End the run if the task is learned"),
-        (unscored, "in 10 of them no completion was scored", "return numbers"),
-    ],
-)
-def test_a_run_without_a_gradient_is_warned_once(train, caplog, reward, reason, remedy):
+def test_a_run_without_a_gradient_is_warned_once(make_trainer, train, caplog):
+    """Of its groups without variance after the first step, of the missing gradient after ten, and never if resumed."""
+    settings = {"reward_funcs": constant, "max_completion_length": 40, "per_device_train_batch_size": 16}
+    settings |= {"save_strategy": "steps", "save_steps": 12}
     with caplog.at_level(logging.WARNING):
-        train(reward_funcs=reward, max_steps=12)
-    (message,) = signal_warnings(caplog)
-    assert message.startswith("the last 10 generation batches")
-    assert reason in message
-    assert remedy in message
+        train(max_steps=12, **settings)
+        first, last = warnings_of(caplog)
+        caplog.clear()
+        make_trainer(max_steps=13, **settings).train(resume_from_checkpoint=True)
+    assert first.startswith("step 1: 100 % of groups have no variance") and "raise num_generations" in first
+    assert last.startswith("the last 10 generation batches")
+    assert "in 10 of them the rewards of each group were equal" in last and "End the run if the task is learned" in last
+    assert not warnings_of(caplog)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("reward", "settings"), [(lengths, {}), (constant, {"beta": 0.1})])
 def test_no_warning_where_there_is_a_gradient(train, caplog, reward, settings):
     with caplog.at_level(logging.WARNING):
-        train(reward_funcs=reward, max_steps=11, **settings)
-    assert not signal_warnings(caplog)
+        train(reward_funcs=reward, max_steps=11, max_completion_length=40, **settings)
+    assert not warnings_of(caplog)
 
 
-def generation(*, equal=0.0, truncated=0.0):
+def generation(*, equal=0.0, truncated=0.0, scored=1):
     """Metrics of a generation batch with these shares of groups with equal rewards and of truncated completions."""
     return {
-        "reward": average(1.0),
+        "reward": mean_of(1.0, scored),
         "frac_reward_zero_std": mean_of(equal, 1.0),
         "completions/clipped_ratio": mean_of(truncated, 1.0),
     }
@@ -171,12 +142,14 @@ def test_reasons_are_counted_and_a_gradient_starts_anew(caplog):
     for metrics in [generation(equal=1.0)] * 9 + [generation(equal=0.5)] + [generation(truncated=1.0)] * 7:
         watch.read(metrics)
     assert not signal_warnings(caplog)
-    for metrics in [generation(equal=1.0)] * 3:
+    for metrics in [generation(equal=1.0)] * 2 + [generation(scored=0)]:
         watch.read(metrics)
     (message,) = signal_warnings(caplog)
     assert "in 7 of them every completion was truncated" in message
-    assert "in 3 of them the rewards of each group were equal" in message
+    assert "in 2 of them the rewards of each group were equal" in message
+    assert "in 1 of them no completion was scored" in message
     assert "Raise max_completion_length; end the run if the task is learned; otherwise choose tasks" in message
+    assert "have a reward function return numbers" in message
 
 
 def test_truncated_completions_that_are_trained_give_a_gradient(caplog):
