@@ -6,10 +6,8 @@ import statistics
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from forked_ranks import on_ranks
 from step_events import At
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
@@ -66,16 +64,18 @@ def test_time_spent_evaluating_is_no_time_of_a_step(make_trainer, tools, monkeyp
 
 @pytest.mark.parametrize("rows, group", [(5, None), (5, 3), (7, 1), (1, 8)])
 def test_every_prompt_is_measured_once(make_trainer, tools, recorder, rows, group):
-    """Each prompt `num_generations_eval` times, in order, also where the last batch is not full."""
+    """Each prompt `num_generations_eval` times, in order, also where the last batch is not full; of a stream too."""
     trainer = make_trainer(
         reward_funcs=recorder,
         trainer={"eval_dataset": tools.prompts(rows)},
         per_device_eval_batch_size=8,
         num_generations_eval=group,
     )
-    metrics = trainer.evaluate()
-    assert recorder.take("row") == [row for row in range(rows) for _ in range(group or 4)]
+    metrics, from_list = trainer.evaluate(), recorder.take("row")
+    assert from_list == [row for row in range(rows) for _ in range(group or 4)]
     assert metrics["eval_samples_per_second"] == pytest.approx(rows * (group or 4) / metrics["eval_runtime"], rel=0.05)
+    streamed = trainer.evaluate(tools.prompts(rows).to_iterable_dataset())
+    assert recorder.take("row") == from_list and streamed["eval_reward"] == metrics["eval_reward"]
 
 
 def test_no_rank_gets_more_rows_than_its_batch_size(make_trainer, tools, monkeypatch):
@@ -202,17 +202,6 @@ def test_named_sets_have_their_own_keys(make_trainer, tools):
     assert only["eval_b_reward"] == metrics["eval_b_reward"]
 
 
-def test_a_stream_is_evaluated(make_trainer, tools, recorder):
-    stream = tools.prompts(5).to_iterable_dataset()
-    trainer = make_trainer(
-        reward_funcs=recorder, trainer={"eval_dataset": stream}, num_generations_eval=2, per_device_eval_batch_size=4
-    )
-    metrics = trainer.evaluate()
-    assert recorder.take("row") == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    expected = make_trainer(num_generations_eval=2, per_device_eval_batch_size=4).evaluate(tools.prompts(5))
-    assert metrics["eval_reward"] == expected["eval_reward"]
-
-
 def test_a_failing_reward_is_an_error_and_training_can_go_on(make_trainer, tools):
     """An error in an evaluation restores the model's mode."""
 
@@ -228,26 +217,3 @@ def test_a_failing_reward_is_an_error_and_training_can_go_on(make_trainer, tools
     assert all(module.training for module in trainer.model.modules())
     trainer.train()
     assert trainer.state.global_step == 3
-
-
-def test_the_spread_of_rewards_is_over_the_rows_of_all_ranks(ranks, tools, tmp_path):
-    """5 prompts for two ranks: batches of two groups and a last one of which a rank has no row."""
-
-    def evaluate(folder, size):
-        rewards = []
-
-        def spread(completion_ids, row, **_):
-            rewards.extend((10.0 * number + len(ids)) ** 2 for ids, number in zip(completion_ids, row))
-            return rewards[-len(row) :]
-
-        settings = {"step_rows": 8, "micro_batches": 1, "per_device_eval_batch_size": size, "top_k": 1}
-        trainer = ranks.build("spread", folder, reward=spread, **settings)
-        return trainer.evaluate(tools.prompts(5)), rewards
-
-    both = on_ranks(lambda rank: evaluate(tmp_path / "two", 4), tmp_path, 2, connect=False)
-    alone, rewards = evaluate(tmp_path / "one", 4)
-    of_all = [reward for _, seen in both for reward in seen]
-    assert sorted(of_all) == sorted(rewards) and sorted(len(seen) for _, seen in both) == [8, 12]
-    for metrics in (alone, both[0][0], both[1][0]):
-        for name in ("eval_reward_std", "eval_rewards/spread/std"):
-            assert metrics[name] == pytest.approx(np.std(rewards, ddof=1), rel=20 * np.finfo(float).eps)

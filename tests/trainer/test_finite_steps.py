@@ -55,7 +55,8 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_written_down(make_pois
         seen[at.state.global_step] = [parameter.detach().clone() for parameter in at.model.parameters()]
 
     callbacks = [At("on_step_end", record)]
-    trainer = make_poisoned({1: factor}, detached=detached, max_steps=3, trainer={"callbacks": callbacks})
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_poisoned({1: factor}, detached=detached, max_steps=3, trainer={"callbacks": callbacks}, **saved)
     trainer.train()
     assert trainer.state.global_step == 3
     assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[2]))
@@ -70,6 +71,9 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_written_down(make_pois
     assert all(isinstance(row["prompt"], str) and isinstance(row["advantage"], float) for row in rows)
     assert str(path) in caplog.text
     assert "step was skipped" in caplog.text
+    resumed = make_poisoned({}, max_steps=3)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert resumed.finite_steps.num_skipped == 1
 
 
 class Displaced(GRPOTrainer):
@@ -205,14 +209,6 @@ def test_steps_that_are_not_in_a_row_do_not_end_it(make_poisoned):
     trainer = make_poisoned({step: float("nan") for step in (0, 1, 3, 4)}, max_steps=6)
     trainer.train()
     assert trainer.state.log_history[5]["nonfinite_steps"] == 4
-
-
-def test_the_count_is_part_of_a_checkpoint(make_poisoned):
-    trainer = make_poisoned({1: float("nan")}, max_steps=3, save_strategy="steps", save_steps=2)
-    trainer.train()
-    resumed = make_poisoned({}, max_steps=3)
-    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-    assert resumed.finite_steps.num_skipped == 1
 
 
 def spoil(at: Any) -> None:

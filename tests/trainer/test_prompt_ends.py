@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
-from small_runs import make_scorer
 from tokenizers.processors import TemplateProcessing
 
 BEGIN_AND_END = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
@@ -85,24 +83,3 @@ def test_without_it_another_turn_begins_and_that_is_said(make_trainer, tokenizer
     trainer = make_trainer(train_dataset=Dataset.from_list([{"prompt": [USER, OPEN]}] * 8), max_steps=1)
     assert caplog.text.count("ends with an assistant's message ('Well, ')") == 1
     assert {tokenizer.decode(ids) for ids in prompt_ids(trainer)} == {"<user>hi\n<assistant>Well, \n<assistant>"}
-
-
-def test_a_reward_model_reads_both_parts_as_one_turn(train, tokenizer):
-    scorer = make_scorer()
-    texts: list[str] = []
-
-    def keep(prompts, completions, **kwargs):
-        texts.extend(f"<user>hi\n<assistant>Well, {c[0]['content']}\n" for c in completions)
-        return [0.0] * len(completions)
-
-    trainer = train(
-        reward_funcs=[scorer, keep],
-        train_dataset=Dataset.from_list([{"prompt": [USER, OPEN]}] * 8),
-        chat_template_kwargs={"continue_final_message": True},
-        max_steps=1,
-        trainer={"reward_processing_classes": [tokenizer, None]},
-    )
-    with torch.no_grad():
-        scores = [scorer(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
-    mean = trainer.state.log_history[0]["rewards/LlamaForSequenceClassification/mean"]
-    assert mean == pytest.approx(sum(scores) / len(scores), abs=1e-5)

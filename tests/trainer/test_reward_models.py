@@ -104,18 +104,29 @@ def test_a_given_tokenizer_is_read_with(
     assert sum(by_hand(scorer.model, make_tokenizer(), texts)) != pytest.approx(sum(expected), abs=1e-2)
 
 
-def test_template_arguments_reach_a_reward_model(train: Callable[..., Any], tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
+USER, OPEN = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "given", "text"),
+    [
+        ("{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}", [USER], {"mood": "calm"}, "calmhi%s"),
+        (None, [USER, OPEN], {"continue_final_message": True}, "<user>hi\n<assistant>Well, %s\n"),
+    ],
+    ids=["mood", "both parts of a turn"],
+)
+def test_template_arguments_reach_a_reward_model(train, tokenizer, template, prompt, given, text) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
     scorer, texts = make_scorer(), []
 
     def keep(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
-        texts.extend("calm" + "".join(m["content"] for m in [*p, *c]) for p, c in zip(prompts, completions))
+        texts.extend(text % completion[0]["content"] for completion in completions)
         return [0.0] * len(prompts)
 
     trainer = train(
         reward_funcs=[scorer, keep],
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in "abcd"]),
-        chat_template_kwargs={"mood": "calm"},
+        train_dataset=Dataset.from_list([{"prompt": prompt}] * 4),
+        chat_template_kwargs=given,
         max_steps=1,
         trainer={"reward_processing_classes": [tokenizer, None]},
     )

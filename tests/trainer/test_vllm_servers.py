@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 from simulated_server import SimulatedServer, pretend_vllm, servers_of
 
-from groupgrad import GRPOConfig, GRPOTrainer, compat
+from groupgrad import compat
 from groupgrad.integrations.vllm.http import store_new_key
 
 
@@ -36,58 +36,52 @@ class Reward:
         return [float(ids[0] % 5) for ids in completion_ids]
 
 
-def train(folder: Path, model: Any, tokenizer: Any, reward: Reward, **where: Any) -> Any:
-    config = GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        max_steps=3,
-        per_device_train_batch_size=12,
-        num_generations=4,
-        max_completion_length=6,
-        learning_rate=1e-3,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_timeout=10.0,
-        vllm_importance_sampling_correction=False,
-        **where,
-    )
-    rows = Dataset.from_dict({"prompt": list("abcdefghi")})
-    trainer: Any = GRPOTrainer(model, reward, config, rows, processing_class=tokenizer)
-    trainer.train()
-    trainer.vllm_policy.close()
-    return trainer
+@pytest.fixture
+def train(make_trainer: Any, make_model: Any) -> Any:
+    def run(reward: Reward, **where: Any) -> Any:
+        trainer = make_trainer(
+            model=make_model(seed=3),
+            reward_funcs=reward,
+            train_dataset=Dataset.from_dict({"prompt": list("abcdefghi")}),
+            per_device_train_batch_size=12,
+            learning_rate=1e-3,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_timeout=10.0,
+            vllm_importance_sampling_correction=False,
+            **where,
+        )
+        trainer.train()
+        trainer.vllm_policy.close()
+        return trainer
+
+    return run
 
 
-def test_a_run_goes_on_when_one_of_its_servers_dies(
-    servers: list[SimulatedServer], make_model: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_when_one_of_its_servers_dies(servers: list[SimulatedServer], train: Any) -> None:
     alone, reward = Reward(), Reward(victim=servers[2])
-    train(tmp_path / "one", make_model(seed=3), tokenizer, alone, vllm_server_base_url=servers[0].url)
+    train(alone, vllm_server_base_url=servers[0].url)
     counts = [len(server.engine.sampled) for server in servers]
     assert counts == [36, 0, 0]
     urls = [server.url for server in servers]
-    trainer = train(tmp_path / "three", make_model(seed=3), tokenizer, reward, vllm_server_base_url=urls)
+    trainer = train(reward, vllm_server_base_url=urls)
     assert trainer.state.global_step == 3 and reward.texts == alone.texts
     assert [len(server.engine.sampled) for server in servers] == [52, 16, 4]
 
 
 def test_rows_do_not_go_on_where_vllm_records_no_versions(
-    servers: list[SimulatedServer], make_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: list[SimulatedServer], train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = compat.installed_version
     monkeypatch.setattr(compat, "installed_version", lambda name: "0.31.0" if name == "vllm" else installed(name))
     where = {"vllm_server_base_url": servers[0].url, "rollout_ahead": 2}
-    train(tmp_path / "run", make_model(seed=3), tokenizer, Reward(), **where)
+    train(Reward(), **where)
     with pytest.raises(ValueError, match=r"vllm_in_flight_updates=True, but .* runs vLLM 0\.31\.0, which does not"):
-        train(tmp_path / "no", make_model(seed=3), tokenizer, Reward(), vllm_in_flight_updates=True, **where)
+        train(Reward(), vllm_in_flight_updates=True, **where)
 
 
 def test_a_script_without_a_key_finds_that_of_a_server_on_its_machine(
-    servers: list[SimulatedServer], make_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: list[SimulatedServer], train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     server = servers[0]
@@ -97,5 +91,5 @@ def test_a_script_without_a_key_finds_that_of_a_server_on_its_machine(
     monkeypatch.setenv("VLLM_API_KEY", key)
     server.start()
     monkeypatch.delenv("VLLM_API_KEY")
-    train(tmp_path / "run", make_model(seed=3), tokenizer, Reward(), vllm_server_port=server.port)
+    train(Reward(), vllm_server_port=server.port)
     assert len(server.engine.sampled) == 36
