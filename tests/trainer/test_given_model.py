@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from base_fixtures import make_model
 from peft import LoraConfig, get_peft_model
+from step_events import At
 from torch import nn
 
 from groupgrad.scoring import gradient_checkpointing
@@ -26,6 +27,7 @@ def state(model: Any) -> dict[str, Any]:
     """All that a script can see of a model but the values of its weights."""
     found: dict[str, Any] = {"config": {k: v for k, v in model.config.to_dict().items() if k not in _WRITTEN}}
     found["generation"] = model.generation_config.to_dict()
+    found["attention"] = model.config._attn_implementation
     for name, module in model.named_modules():
         attributes = {key: value for key, value in vars(module).items() if key not in _HOOKS}
         for key in ("_modules", "_parameters", "_buffers"):
@@ -78,7 +80,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 def test_nothing_but_weights_is_changed(
     make_trainer: Any, tokenizer: Any, tools: Any, monkeypatch: Any, tmp_path: Path, case: str
 ) -> None:
-    """Construction, two trainings with an evaluation and checkpoints, an evaluation after them, and a save."""
+    """Construction, two trainings with an evaluation and checkpoints, an evaluation after them, and a save. Callbacks too
+    see the configuration as it was."""
     build, settings = CASES[case]
     if settings.get("by_need"):
         monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: 1000)
@@ -87,28 +90,34 @@ def test_nothing_but_weights_is_changed(
     before, words, cache = state(model), words_of(tokenizer), model.config.use_cache
     held_out = tools.prompts().select(range(2))
     steps = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = make_trainer(model=model, trainer={"eval_dataset": held_out}, **steps, **settings)
+    attention = []
+    look = At("on_step_end", lambda at: attention.append(at.model.config._attn_implementation))
+    trainer = make_trainer(model=model, trainer={"eval_dataset": held_out, "callbacks": [look]}, **steps, **settings)
     weights = tools.weights(model)
     trainer.train()
     trainer.train()
     trainer.evaluate()
     trainer.save_model(str(tmp_path / "final"))
     assert tools.relative(tools.weights(model), weights) > 0
-    assert state(model) == before
+    assert state(model) == before and attention == [before["attention"]] * 2
     assert words_of(tokenizer) == words
-    written = [json.loads(file.read_text()) for file in tmp_path.rglob("config.json")]
-    assert all(config["use_cache"] is cache for config in written)
+    written = [file.read_text() for file in tmp_path.rglob("config.json")]
+    assert all(json.loads(config)["use_cache"] is cache and "groupgrad" not in config for config in written)
     assert len(written) == (0 if "adapter_model.safetensors" in {f.name for f in tmp_path.rglob("*")} else 2)
 
 
-def test_a_failed_run_leaves_nothing_either(train: Any) -> None:
-    def fail(**_: Any) -> Any:
+@pytest.mark.parametrize("where", ["reward", "backward"])
+def test_a_failed_run_leaves_nothing_either(train: Any, where: str) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
         raise OSError("no judge")
 
     model = plain()
-    before = state(model)
+    if where == "backward":
+        model.model.embed_tokens.weight.register_hook(fail)
+    before, reward = state(model), {"reward_funcs": fail} if where == "reward" else {}
     with pytest.raises(Exception, match="no judge"):
-        train(model=model, reward_funcs=fail, bf16=True, gradient_checkpointing=True)
+        train(model=model, bf16=True, gradient_checkpointing=True, **reward)
+    model.zero_grad()  # layers above the one that failed have their gradients
     assert state(model) == before
 
 

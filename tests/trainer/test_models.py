@@ -164,35 +164,6 @@ def test_cast_lm_head_to_fp32(train, make_policy, passes):
     assert not torch.equal(scores[0][:3], scores[1][:3])
 
 
-def test_gradient_checkpointing_leaves_no_trace_in_the_configuration(train, make_policy, tokenizer, tmp_path):
-    """Neither for a callback after a step, nor after training, nor in what is saved; and the model generates alike."""
-    policy, seen = make_policy(), []
-    look = At("on_step_end", lambda _: seen.append(policy.config._attn_implementation))
-    original = policy.config._attn_implementation
-    trainer = train(
-        model=policy, gradient_checkpointing=True, max_steps=1, save_strategy="steps", trainer={"callbacks": [look]}
-    )
-    trainer.save_model(str(tmp_path / "saved"))
-    assert [*seen, policy.config._attn_implementation] == [original, original]
-    for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-1"):
-        assert "groupgrad" not in (folder / "config.json").read_text()
-    prompt = {"input_ids": torch.tensor([tokenizer("abc")["input_ids"]]), "do_sample": False, "max_new_tokens": 5}
-    loaded = type(policy).from_pretrained(tmp_path / "saved")
-    assert torch.equal(policy.eval().generate(**prompt), loaded.generate(**prompt))
-
-
-def test_a_failed_backward_pass_leaves_no_trace_either(train, make_policy):
-    policy = make_policy()
-
-    def fail(gradient: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-    policy.model.embed_tokens.weight.register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        train(model=policy, gradient_checkpointing=True)
-    assert "groupgrad" not in policy.config._attn_implementation
-
-
 # ------------------------------------------------------------------------------------------------ loading
 
 
