@@ -73,7 +73,9 @@ SHOWN: dict[str, dict[str, str]] = {
         "training_args": "log_on_each_node log_level_replica save_on_each_node"
     },
     f"{RUNS}::test_a_loss_that_is_not_a_number": {"trainer": "logging_nan_inf_filter"},
-    f"{RUNS}::test_tokens_seen": {"trainer": "include_num_input_tokens_seen"},
+    f"{RUNS}::test_tokens_and_memory_are_measured_when_asked_for": {
+        "trainer": "include_num_input_tokens_seen skip_memory_metrics"
+    },
     f"{HERE}::test_log_levels": {"training_args": "log_level"},
     "tests/run_folder/test_progress.py::test_without_a_bar_there_is_one_plain_line_a_log": {
         "groupgrad": "disable_tqdm"
@@ -90,8 +92,9 @@ SHOWN: dict[str, dict[str, str]] = {
     "tests/trainer/test_resume.py::test_the_best_model_is_loaded_at_the_end": {
         "trainer": "load_best_model_at_end metric_for_best_model greater_is_better"
     },
-    f"{RUNS}::test_data_of_a_resumed_run": {"trainer": "ignore_data_skip"},
-    f"{RUNS}::test_callbacks_of_a_resumed_run": {"trainer": "restore_callback_states_from_checkpoint"},
+    f"{RUNS}::test_callbacks_and_data_of_a_resumed_run": {
+        "trainer": "ignore_data_skip restore_callback_states_from_checkpoint"
+    },
     "tests/cli/test_train.py::test_resuming_and_pushing": {"groupgrad": "resume_from_checkpoint"},
     f"{HUB}::test_pushes_while_training": {"trainer": "push_to_hub hub_token hub_always_push"},
     f"{HUB}::test_the_repository_is_created_as_asked": {"trainer": "hub_private_repo hub_model_id"},
@@ -111,7 +114,6 @@ SHOWN: dict[str, dict[str, str]] = {
     },
     "tests/trainer/test_zero.py::test_zero_is_data_parallelism": {"training_args": "deepspeed"},
     f"{RUNS}::test_overflow_is_looked_for": {"trainer": "debug"},
-    f"{RUNS}::test_memory_is_measured_when_asked_for": {"trainer": "skip_memory_metrics"},
 }
 
 WITHOUT_EFFECT: dict[str, Any] = {  # set to these values, they warn

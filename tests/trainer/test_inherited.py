@@ -162,20 +162,15 @@ def test_a_changed_loss_keeps_the_metrics(make_trainer, monkeypatch):
         assert logs[1][key] == pytest.approx(logs[0][key], rel=1e-5)
 
 
-@pytest.mark.parametrize("given", ["all", True])
-def test_tokens_seen(train, given):
-    trainer = train(max_steps=2, include_num_input_tokens_seen=given)
+def test_tokens_and_memory_are_measured_when_asked_for(make_trainer):
+    """Neither is otherwise, and whether activations are computed again is left to the run."""
+    pytest.importorskip("psutil")
+    trainer = make_trainer(max_steps=2, include_num_input_tokens_seen="all", skip_memory_metrics=False)
+    assert {"train_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"} <= set(trainer.train().metrics)
     seen, counted = logged(trainer, "num_input_tokens_seen"), logged(trainer, "num_tokens")
     assert {step: seen[step] for step in counted} == counted
     assert counted[2] > counted[1] > 0
     assert all(rate > 0 for rate in logged(trainer, "train_tokens_per_second").values())
-
-
-def test_memory_is_measured_when_asked_for(make_trainer):
-    """So are the tokens seen, and whether activations are computed again is left to the run."""
-    pytest.importorskip("psutil")
-    metrics = make_trainer(max_steps=1, skip_memory_metrics=False).train().metrics
-    assert {"train_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"} <= set(metrics)
     plain = make_trainer(max_steps=1)
     assert not any("mem_cpu" in key for key in plain.train().metrics)
     assert logged(plain, "num_input_tokens_seen") == {} and not recomputes(plain.model)
@@ -206,25 +201,21 @@ class Counter(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"steps": self.steps}}
 
 
-def test_callbacks_of_a_resumed_run(train, make_trainer, tmp_path):
-    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "max_completion_length": 1}
+def test_callbacks_and_data_of_a_resumed_run(train, make_trainer, recorder, tmp_path):
+    """`ignore_data_skip=True` restarts the epoch instead of continuing from the checkpoint's position."""
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "shuffle_dataset": False}
     train(trainer={"callbacks": [Counter()]}, **saved)
-    for restore, steps in ((True, 3), (False, 1)):
+    for anew, steps, rows in ((False, 3, [4, 5]), (True, 1, [0, 1])):
         again = make_trainer(
-            trainer={"callbacks": [Counter()]}, restore_callback_states_from_checkpoint=restore, **saved
+            reward_funcs=recorder,
+            trainer={"callbacks": [Counter()]},
+            restore_callback_states_from_checkpoint=not anew,
+            ignore_data_skip=anew,
+            **saved,
         )
         again.train(str(tmp_path / "run" / "checkpoint-2"))
         (counter,) = [c for c in again.callback_handler.callbacks if isinstance(c, Counter)]
         assert counter.steps == steps
-
-
-def test_data_of_a_resumed_run(train, make_trainer, recorder, tmp_path):
-    """`ignore_data_skip=True` restarts the epoch instead of continuing from the checkpoint's position."""
-    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "shuffle_dataset": False}
-    train(**saved)
-    for skip, rows in ((False, [4, 5]), (True, [0, 1])):
-        again = make_trainer(reward_funcs=recorder, ignore_data_skip=skip, **saved)
-        again.train(str(tmp_path / "run" / "checkpoint-2"))
         assert sorted(set(recorder.take("row"))) == rows
 
 
