@@ -143,7 +143,5 @@ CASES: dict[str, dict[str, Any]] = {
         "behind": True,
     },
 }
-SLOW = {*LOSSES, *PAIRS, "entropy", "grpo", "dynamic_sampling", "reward_model", "cut_groups", "images", "hybrid"} - {
-    *("dapo", "clip_cov"),
-}
-"""Cases of the slow tests."""
+QUICK = ("dapo", "clip_cov", "flat_groups", "rows_stay", "turns", "lora", "resumed")
+"""Cases of the quick tests."""
