@@ -158,10 +158,6 @@ def test_a_step_may_span_several_generation_batches(run, tools, splits, settings
     assert_same([run(split, **settings, **ADAMW) for split in splits], tools)
 
 
-def test_data_workers_change_nothing(final_weights):
-    assert torch.equal(final_weights(), final_weights(dataloader_num_workers=1))
-
-
 def test_gradient_checkpointing_changes_nothing(run, tools):
     assert_same([run((8, 2), gradient_checkpointing=on, **ADAMW) for on in (False, True)], tools)
 

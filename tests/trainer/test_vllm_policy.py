@@ -78,29 +78,33 @@ def test_an_adapter_is_sent_alone_unless_told_to_merge(make_trainer, train, serv
         make_trainer(**VLLM, **STEPS, trainer={"peft_config": whole}, vllm_lora_updates="adapter")
 
 
-def test_the_ratio_multiplies_the_loss(make_trainer, served):
+@pytest.fixture
+def first_step(make_trainer, served):
+    """`first_step(shift, mode)`: what a step logs whose sampler's log-probs are too high by `shift`."""
+
+    def run(shift: float, mode: str, **settings: Any) -> dict[str, float]:
+        trainer = make_trainer(**VLLM, max_steps=1, vllm_importance_sampling_mode=mode, **settings)
+        served[-1].shift = shift
+        trainer.train()
+        return trainer.state.log_history[0]
+
+    return run
+
+
+def test_the_ratio_multiplies_the_loss(first_step):
     """Log-probs that are 0.5 too low make every ratio exp(0.5), which token truncation at 3 leaves as it is."""
-    losses = []
-    for shift in (0.0, -0.5):
-        mode = {"vllm_importance_sampling_mode": "token_truncate"}
-        trainer = make_trainer(**VLLM, **{**STEPS, "max_steps": 1}, **mode, loss_type="dr_grpo", scale_rewards=False)
-        served[-1].shift = shift
-        trainer.train()
-        losses.append(logged(trainer, "grad_norm")[0])
-        ratio = logged(trainer, "sampling/importance_sampling_ratio/mean")[0]
-        assert ratio == pytest.approx(2.718281828**-shift, rel=1e-4)
-    assert losses[1] / losses[0] == pytest.approx(1.6487, rel=1e-3)
+    settings = {"loss_type": "dr_grpo", "scale_rewards": False}
+    plain, shifted = (first_step(shift, "token_truncate", **settings) for shift in (0.0, -0.5))
+    for entry, ratio in ((plain, 1.0), (shifted, 1.6487)):
+        assert entry["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratio, rel=1e-4)
+    assert shifted["grad_norm"] / plain["grad_norm"] == pytest.approx(1.6487, rel=1e-3)
 
 
-def test_without_the_correction_nothing_is_multiplied_or_measured(make_trainer, served):
-    norms = []
-    for shift in (0.0, -0.5):
-        trainer = make_trainer(**VLLM, **{**STEPS, "max_steps": 1}, vllm_importance_sampling_correction=False)
-        served[-1].shift = shift
-        trainer.train()
-        norms.append(logged(trainer, "grad_norm")[0])
-        assert not logged(trainer, "sampling/importance_sampling_ratio/mean")
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+def test_without_the_correction_nothing_is_multiplied_or_measured(first_step):
+    off = {"vllm_importance_sampling_correction": False}
+    plain, shifted = (first_step(shift, "sequence_mask", **off) for shift in (0.0, -0.5))
+    assert "sampling/importance_sampling_ratio/mean" not in plain.keys() | shifted.keys()
+    assert plain["grad_norm"] == pytest.approx(shifted["grad_norm"], rel=1e-6)
 
 
 def test_much_dropped_is_a_warning_that_names_the_remedy(make_trainer, served, caplog):
@@ -175,16 +179,12 @@ def test_prompts_must_fit_into_vllms_context(make_trainer, monkeypatch, served):
         make_trainer(**VLLM, **STEPS)
 
 
-def test_the_correction_is_what_the_configuration_says(make_trainer, served):
+def test_the_correction_is_what_the_configuration_says(first_step):
     """Ratios of exp(0.5) or more a sequence are moved to the upper bound, those of exp(-0.5) or less to the lower."""
     bounds = {"vllm_importance_sampling_clip_max": 1.5, "vllm_importance_sampling_clip_min": 0.7}
     norms = {}
     for mode, shift in [("truncate", 0.0), ("truncate", -0.5), ("truncate", 0.5), ("mask", -0.5), ("mask", 0.5)]:
-        settings = {"vllm_importance_sampling_mode": f"sequence_{mode}", **bounds}
-        trainer = make_trainer(**VLLM, **{**STEPS, "max_steps": 1}, **settings)
-        served[-1].shift = shift
-        trainer.train()
-        norms[mode, shift] = logged(trainer, "grad_norm")[0]
+        norms[mode, shift] = first_step(shift, f"sequence_{mode}", **bounds)["grad_norm"]
     plain = norms["truncate", 0.0]
     assert norms["truncate", -0.5] == pytest.approx(1.5 * plain, rel=1e-3)
     assert norms["truncate", 0.5] == pytest.approx(0.7 * plain, rel=1e-3)
