@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class LastStep(TrainerCallback):
-    """Keeps the state before each step, for a signal that comes while the step samples or scores."""
+    """Keeps the state before each step, and before the evaluation behind it, for a signal that comes in one of them."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
@@ -46,8 +46,12 @@ class LastStep(TrainerCallback):
         batches = dict(self._trainer.buffer.batches)
         self._kept = state.global_step, batches, random_states(), state.num_input_tokens_seen
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stores the state at the end of this step: reward functions of an evaluation may draw random numbers."""
+        self.on_step_begin(args, state, control)
+
     def restore(self) -> None:
-        """Puts the state of the last whole step back, if a step has begun since, for a checkpoint."""
+        """Puts the state of the last whole step back, if a step or an evaluation has begun since, for a checkpoint."""
         trainer = self._trainer
         if self._kept is not None and self._kept[0] == trainer.state.global_step:
             _, batches, streams, trainer.state.num_input_tokens_seen = self._kept
