@@ -80,8 +80,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 def test_nothing_but_weights_is_changed(
     make_trainer: Any, tokenizer: Any, tools: Any, monkeypatch: Any, tmp_path: Path, case: str
 ) -> None:
-    """Construction, two trainings with an evaluation and checkpoints, an evaluation after them, and a save. Callbacks too
-    see the configuration as it was."""
+    """Construction, two trainings with an evaluation and checkpoints, an evaluation after them, and a save. Callbacks
+    see the configuration as it was, too."""
     build, settings = CASES[case]
     if settings.get("by_need"):
         monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: 1000)

@@ -46,11 +46,29 @@ def rewards(tools: Any, step: int, action: Callable[[], None]) -> Callable[..., 
 
 
 @pytest.fixture
-def stopped(make_trainer: Any, tools: Any) -> Callable[..., Any]:
+def make(make_trainer: Any, make_policy: Any, tools: Any, tmp_path: Path) -> Callable[..., Any]:
+    """`make(folder, place, step)`: a trainer that gets SIGTERM in a reward or at an event after `step` whole steps."""
+
+    def run(folder: str, place: str = "", step: int = -1, trainer: Any = None, **settings: Any) -> Any:
+        stop = lambda *_: send("SIGTERM")  # noqa: E731
+        callbacks = [At(place, stop, step)] if place.startswith("on_") else []
+        return make_trainer(
+            model=make_policy(attention_dropout=0.3),
+            reward_funcs=rewards(tools, step if place == "reward" else -1, stop),
+            trainer={"callbacks": callbacks, **(trainer or {})},
+            output_dir=str(tmp_path / folder),
+            **settings,
+        )
+
+    return run
+
+
+@pytest.fixture
+def stopped(make: Any) -> Callable[..., Any]:
     """`stopped(step, text)`: a trainer that SIGTERM has stopped in the step that follows `step` whole ones."""
 
     def run(step: int, text: str = "", **settings: Any) -> Any:
-        trainer = make_trainer(reward_funcs=rewards(tools, step, lambda: send("SIGTERM")), **settings)
+        trainer = make("run", "reward", step, **settings)
         with pytest.raises(Stopped, match=text):
             trainer.train()
         return trainer
@@ -67,31 +85,20 @@ def checkpoints(trainer: Any) -> list[str]:
     "the last whole step is saved, the exit code is 75, and a resume is bit for bit what the run would have been",
     "the step in progress, which is made again",
 )
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(make, tools, tmp_path):
     """A signal in a reward leaves the step, which is made again; one in training lets the step end."""
-    step = 3
-
-    def make(folder: str, place: str = "", action: Callable[[], None] = lambda: None) -> Any:
-        return make_trainer(
-            model=make_policy(attention_dropout=0.3),
-            reward_funcs=rewards(tools, step if place == "reward" else -1, action),
-            trainer={"callbacks": [At(place, lambda _: action(), step)] if place.startswith("on_") else []},
-            output_dir=str(tmp_path / folder),
-            **tools.STATEFUL,
-            **LOGGED,
-        )
-
-    straight = make("straight")
+    step, settings = 3, {**tools.STATEFUL, **LOGGED}
+    straight = make("straight", **settings)
     straight.train()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     for place, whole in (("reward", step), ("on_step_begin", step), ("on_pre_optimizer_step", step + 1)):
-        stopped = make(place, place, lambda: send("SIGTERM"))
+        stopped = make(place, place, step, **settings)
         with pytest.raises(Stopped, match="SIGTERM stopped the run after step") as exit_:
             stopped.train()
         assert exit_.value.code == 75
         assert checkpoints(stopped) == [f"checkpoint-{whole}"]
         assert {number: signal.getsignal(number) for number in before} == before
-        resumed = make(place)
+        resumed = make(place, **settings)
         resumed.train(str(tmp_path / place / f"checkpoint-{whole}"))
         assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
         # The window of the last log event has step 3, which was made before the stop.
@@ -171,31 +178,21 @@ def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(train):
     "the run stops without it, and a resumed run makes up for it before the next step",
     "nothing",
 )
-def test_an_evaluation_that_a_stop_has_left_out_is_made_up(make_trainer, tools, tmp_path):
-    def make(folder: str, place: str = "") -> Any:
-        stop = lambda *_: send("SIGTERM")  # noqa: E731
-        return make_trainer(
-            reward_funcs=rewards(tools, 2 if place == "evaluation" else -1, stop),
-            trainer={
-                "callbacks": [At("on_pre_optimizer_step", stop, 1)] if place == "step" else [],
-                "eval_dataset": tools.prompts(2),
-            },
-            output_dir=str(tmp_path / folder),
-            **{**EVALUATED, "eval_steps": 2},
-        )
+def test_an_evaluation_that_a_stop_has_left_out_is_made_up(make, tools):
+    settings = {**EVALUATED, "eval_steps": 2, "trainer": {"eval_dataset": tools.prompts(2)}}
 
     def evaluations(trainer: Any) -> list[tuple[int, float]]:
         return [(e["step"], e["eval_reward"]) for e in trainer.state.log_history if "eval_reward" in e]
 
-    straight = make("straight")
+    straight = make("straight", **settings)
     straight.train()
-    for place in ("step", "evaluation"):
-        stopped = make(place, place)
+    for place, step in (("on_pre_optimizer_step", 1), ("reward", 2)):  # in the step, and in the evaluation
+        stopped = make(place, place, step, **settings)
         with pytest.raises(Stopped):
             stopped.train()
         assert checkpoints(stopped) == ["checkpoint-2"]
         assert evaluations(stopped) == []
-        resumed = make(place)
+        resumed = make(place, **settings)
         resumed.train(resume_from_checkpoint=True)
         assert evaluations(resumed) == evaluations(straight) != []
         assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
@@ -260,32 +257,24 @@ def test_the_checkpoint_of_a_stop_stays(stopped, tools):
     "the stopped run's own takes its place",
     "the earlier run's checkpoint of that step",
 )
-def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make_trainer, stopped, tmp_path):
+def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make, stopped, tmp_path):
     earlier = tmp_path / "run" / "checkpoint-1"
     earlier.mkdir(parents=True)
     (earlier / "model.safetensors").write_bytes(b"another model")
     stopped(1, max_steps=2)
-    resumed = make_trainer(max_steps=2)
+    resumed = make("run", max_steps=2)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
 
 
 @pytest.mark.slow
-def test_a_stop_in_the_first_step_of_an_epoch_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path):
+def test_a_stop_in_the_first_step_of_an_epoch_goes_on_as_if_it_had_not_been(make, tools):
     """The start of an epoch draws nothing from the global random stream, which a resume restores before it."""
-
-    def make(folder: str, stop_at: int = -1) -> Any:
-        return make_trainer(
-            model=make_policy(attention_dropout=0.3),
-            reward_funcs=rewards(tools, stop_at, lambda: send("SIGTERM")),
-            train_dataset=tools.prompts(4),
-            output_dir=str(tmp_path / folder),
-        )
-
-    straight, resumed = make("straight"), make("stopped")
+    rows = {"train_dataset": tools.prompts(4)}
+    straight, resumed = make("straight", **rows), make("stopped", **rows)
     straight.train()
     with pytest.raises(Stopped):
-        make("stopped", 2).train()
+        make("stopped", "reward", 2, **rows).train()
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
 
