@@ -8,30 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_adapters import KINDS
 from small_runs import logprobs
 from transformers import AutoModelForCausalLM
 
 from groupgrad.models.adapters import dora_scales_kept
 
 peft = pytest.importorskip("peft")
-
-QV = ["q_proj", "v_proj"]
-KINDS: dict[str, Any] = {
-    "LoRA": lambda: peft.LoraConfig(r=4, target_modules=QV),
-    "rsLoRA on all layers": lambda: peft.LoraConfig(
-        r=4, target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"
-    ),
-    "LoRA on the head, with dropout": lambda: peft.LoraConfig(r=4, target_modules=[*QV, "lm_head"], lora_dropout=0.3),
-    "biases": lambda: peft.LoraConfig(r=4, target_modules=QV, bias="all"),
-    "PiSSA": lambda: peft.LoraConfig(r=4, target_modules=QV, init_lora_weights="pissa"),
-    "DoRA": lambda: peft.LoraConfig(r=4, target_modules=QV, use_dora=True),
-    "whole head": lambda: peft.LoraConfig(r=4, target_modules=QV, modules_to_save=["lm_head"]),
-    "some tokens": lambda: peft.LoraConfig(r=4, target_modules=QV, trainable_token_indices=[5, 30, 31, 32]),
-    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "experts": lambda: peft.LoraConfig(
-        r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    ),
-}
 
 
 @pytest.fixture

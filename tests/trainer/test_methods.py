@@ -32,6 +32,7 @@ def test_a_loss_of_ones_own_and_its_settings_train(own: str, train: Any, make_po
     assert tools.relative(found, expected) < 1e-5 < tools.relative(found, other)
 
 
+@pytest.mark.quick("dppo_tv", "gmpo")
 @pytest.mark.parametrize(
     ("loss_type", "metric"),
     [("dppo_tv", "dppo/masked_mean"), ("dppo_kl", "dppo/masked_mean"), ("gmpo", "gmpo/clipped_mean")],

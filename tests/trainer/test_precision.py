@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import peft
 import pytest
+import small_adapters
 import torch
 from noted_calls import note_calls
 from torch import nn
@@ -125,13 +127,14 @@ def test_gradients_of_micro_batches_are_summed_in_float32(train, make_policy):
     from the exact sum."""
     errors = {}
     for dtype in ("auto", "float32", "weights"):
-        policy = make_policy().to(torch.bfloat16)
+        policy = make_policy(num_hidden_layers=1).to(torch.bfloat16)
         gradients = Gradients(policy)
         train(
             model=policy,
             gradient_dtype=dtype,
             max_steps=1,
             max_grad_norm=0.0,
+            max_completion_length=3,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=16,
             trainer={"callbacks": [gradients]},
@@ -192,7 +195,6 @@ def test_other_types_and_optimizers_are_refused(make_trainer, make_policy):
 def test_adapters_over_bfloat16_weights(make_trainer, make_policy):
     """They are float32, as peft makes them, and sampled as they are trained; rounded stochastically they are bfloat16,
     which one that was made before must be."""
-    peft = pytest.importorskip("peft")
     plain = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
 
     def adapted(**options: Any) -> Any:
@@ -216,27 +218,22 @@ def test_adapters_over_bfloat16_weights(make_trainer, make_policy):
 
 
 ADAPTERS = {
-    "LoRA": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
-    "LoRA in bfloat16": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"]),
-    "DoRA": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
-    "modules to save": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    "tokens": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=list(range(3, 20))),
-    "tokens alone": lambda peft: peft.TrainableTokensConfig(
-        token_indices=list(range(3, 20)), target_modules=["embed_tokens"]
-    ),
-    "SHiRA": lambda peft: peft.ShiraConfig(r=4, target_modules=["q_proj"]),
-    "IA3": lambda peft: peft.IA3Config(target_modules=["q_proj", "up_proj"], feedforward_modules=["up_proj"]),
+    **{kind: small_adapters.KINDS[kind] for kind in ("LoRA", "DoRA", "whole head", "some tokens", "IA3")},
+    "LoRA on the head": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
+    "LoRA in bfloat16": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"]),
+    "tokens alone": lambda: peft.TrainableTokensConfig(token_indices=[*range(3, 20)], target_modules=["embed_tokens"]),
+    "SHiRA": lambda: peft.ShiraConfig(r=4, target_modules=["q_proj"]),
 }
-IN_FLOAT32 = ("LoRA", "modules to save")
+IN_FLOAT32 = ("LoRA", "LoRA on the head", "whole head")
 
 
 @pytest.mark.skipif(library() is None, reason=status())
+@pytest.mark.quick("LoRA on the head", "LoRA in bfloat16", "DoRA", "tokens alone")
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_an_adapter_over_bfloat16_is_sampled_as_it_is_trained(kind, make_trainer, make_policy, caplog):
     """In float32 under LoRA. Others read the weights beneath themselves, and compute in the type of those."""
-    peft = pytest.importorskip("peft")
     in_half = {"autocast_adapter_dtype": False} if kind == "LoRA in bfloat16" else {}
-    model = peft.get_peft_model(make_policy().bfloat16(), ADAPTERS[kind](peft), **in_half)
+    model = peft.get_peft_model(make_policy().bfloat16(), ADAPTERS[kind](), **in_half)
     trainer = make_trainer(model=model, max_steps=2, learning_rate=1e-3)
     assert computes_in_float32(trainer.model) == (kind in IN_FLOAT32)
     assert trainer.execution.engine_choice.name == "native" and trainer.execution.layout_report.reason is None

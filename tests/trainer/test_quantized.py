@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_adapters import KINDS
 from small_runs import logprobs
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -199,14 +200,11 @@ def test_nothing_is_merged_into_quantized_weights(kind: str, quantized):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("adapter", "kind"), [("rsLoRA", "8 bits"), ("whole head", "nf4"), ("IA3", "8 bits")])
+@pytest.mark.parametrize(
+    ("adapter", "kind"), [("rsLoRA on all layers", "8 bits"), ("whole head", "nf4"), ("IA3", "8 bits")]
+)
 def test_other_adapters_over_quantized_weights(adapter: str, kind: str, make_trainer, quantized):
-    configs = {
-        "rsLoRA": lambda: lora(target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"),
-        "whole head": lambda: lora(modules_to_save=["lm_head"]),
-        "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    }
-    trainer = make_trainer(model=quantized(kind), trainer={"peft_config": configs[adapter]()}, beta=0.1, max_steps=2)
+    trainer = make_trainer(model=quantized(kind), trainer={"peft_config": KINDS[adapter]()}, beta=0.1, max_steps=2)
     assert (trainer.execution.engine_choice.name, trainer.execution.layout_report.reason) == ("native", None)
     before = trained(trainer.model)
     trainer.train()

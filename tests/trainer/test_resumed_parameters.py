@@ -11,6 +11,7 @@ import pytest
 import tiny_hybrids
 import tiny_vlms
 from safetensors.torch import load_file
+from small_adapters import KINDS
 
 from groupgrad.checkpoints.choosing import ResumePoint
 from groupgrad.checkpoints.manifest import Manifest
@@ -33,31 +34,31 @@ def test_every_architecture_loads(any_model, tmp_path):
     assert_loads(any_model, tmp_path)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", tiny_vlms.NAMES)
 def test_every_model_that_takes_images_loads(name, tmp_path):
     assert_loads(tiny_vlms.build(name).model, tmp_path)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", tiny_hybrids.CONFIGS)
 def test_every_hybrid_loads(name, tmp_path):
     assert_loads(tiny_hybrids.make_hybrid(name), tmp_path)
 
 
 ADAPTERS = {
+    **{kind: KINDS[kind]() for kind in ("DoRA", "whole head", "IA3")},
     "plain": peft.LoraConfig(target_modules="all-linear"),
-    "dora": peft.LoraConfig(target_modules=["q_proj"], use_dora=True),
     "ranks": peft.LoraConfig(target_modules=["q_proj", "v_proj"], rank_pattern={"q_proj": 2}, use_rslora=True),
     "embedding": peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]),
-    "whole modules": peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "biases": peft.LoraConfig(target_modules=["q_proj"], lora_bias=True),
     "expression": peft.LoraConfig(target_modules=r".*layers\.1.*\.v_proj"),
     "loha": peft.LoHaConfig(target_modules=["q_proj"]),
-    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [*((kind, "default") for kind in ADAPTERS), ("whole modules", "policy")])
+@pytest.mark.parametrize(("kind", "name"), [*((kind, "default") for kind in ADAPTERS), ("whole head", "policy")])
 def test_every_adapter_fits(model, tmp_path, kind, name):
     adapted: Any = peft.get_peft_model(model, ADAPTERS[kind], adapter_name=name)
     adapted.save_pretrained(tmp_path)
