@@ -50,11 +50,6 @@ def test_what_is_trained_is_what_the_estimator_says(train: Any, name: str) -> No
     assert sorted(advantages) == pytest.approx(sorted(expected), abs=1e-6), "micro-batches may have another order"
 
 
-def test_maxrl_refuses_other_rewards(train: Any) -> None:
-    with pytest.raises(ValueError, match="'maxrl' is for rewards of 0 or 1"):
-        train(max_steps=1, advantage_estimator="maxrl")
-
-
 def test_maxrl_refuses_weights_that_sum_successes_to_other_numbers(make_trainer: Any) -> None:
     def other(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [0.0] * len(completion_ids)
@@ -146,8 +141,6 @@ def test_a_state_needs_environments_and_turns_need_tools(make_trainer: Any, capl
 def test_what_cannot_work_stops_a_run_before_it_begins(make_trainer: Any) -> None:
     with pytest.raises(ConfigError, match=r"needs groups of 8, but num_generations is 4. Set num_generations to 8"):
         make_trainer(advantage_estimator="pass_at_k", advantage_settings={"k": 8})
-    with pytest.raises(ConfigError, match=r"advantage_settings has k=0"):
-        make_trainer(advantage_estimator="pass_at_k", advantage_settings={"k": 0})
     with pytest.raises(ConfigError, match=r"advantage_settings has 'k', but this advantage_estimator has none"):
         make_trainer(advantage_estimator="rloo", advantage_settings={"k": 4})
     with pytest.raises(ConfigError, match="advantage_estimator='rlo' is not known: did you mean 'rloo'"):
