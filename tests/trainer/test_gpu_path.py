@@ -1,4 +1,4 @@
-"""Runs on a simulated CUDA device sample by the fast path, say so, and leave nothing behind."""
+"""Runs on a simulated CUDA device sample by the fast path, say so, leave nothing behind, and match the CPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from noted_calls import note_calls
 from peft import LoraConfig
-from simulated_cuda import to_cuda, trainers_on_simulated_cuda, waits
+from simulated_cuda import Graph, to_cuda, trainers_on_simulated_cuda, waits
 from step_events import At
 from torch import nn
 from triton_twins import triton_twins
@@ -20,6 +22,8 @@ from triton_twins import triton_twins
 from groupgrad.engines.native import decode_kernels, runner
 from groupgrad.engines.native.direct_step import DirectModel, direct_model
 from groupgrad.models.unwrapping import is_prepared
+from groupgrad.scoring.forward import score_tokens
+from groupgrad.scoring.self_check import random_batch
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:
@@ -28,14 +32,14 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
 
 @pytest.fixture
 def make_gpu_trainer(make_trainer, make_model):
-    """`make_gpu_trainer(**fields)`: a trainer on the simulated device."""
+    """`make_gpu_trainer(**fields)`: a trainer on the simulated device, or its twin on the CPU."""
 
-    def make(**fields: Any) -> Any:
-        adapter = {"peft_config": fields.pop("peft_config", None)}
+    def make(*, on_gpu: bool = True, peft_config: Any = None, **fields: Any) -> Any:
         chosen = {"bf16": None, "gradient_checkpointing": None}  # the defaults of a device
         settings = {**chosen, "max_steps": 1, "max_completion_length": 12, "learning_rate": 1e-3, **fields}
-        model = to_cuda(make_model())
-        return make_trainer(model=model, reward_funcs=lengths, trainer=adapter, use_cpu=False, **settings)
+        model, given = make_model(), {"peft_config": peft_config}
+        model = to_cuda(model) if on_gpu else model
+        return make_trainer(model=model, reward_funcs=lengths, trainer=given, use_cpu=not on_gpu, **settings)
 
     return make
 
@@ -152,3 +156,75 @@ def test_activations_are_recomputed_by_need(make_gpu_trainer, caplog):
             gradients.append(trainer.state.log_history[0]["grad_norm"])
     assert recomputed == [False, True]
     assert gradients[0] == pytest.approx(gradients[1], rel=1e-5)
+
+
+NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismatch")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"beta": 0.1, "gradient_checkpointing": True},
+        pytest.param(
+            {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.01},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"bf16": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, marks=pytest.mark.slow),
+    ],
+    ids=["reference, checkpointing", "old policy", "bfloat16, adapter"],
+)
+def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_gpu_trainer, tmp_path):
+    saved = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "bf16": False, "gradient_checkpointing": False}
+
+    def run(*, on_gpu: bool, resumed: bool = False) -> list[dict[str, float]]:
+        trainer = make_gpu_trainer(on_gpu=on_gpu, **{**saved, **fields})
+        assert trainer.accelerator.device.type == ("cuda" if on_gpu else "cpu")
+        trainer.train(resume_from_checkpoint=resumed and str(tmp_path / "run" / "checkpoint-1"))
+        return [{name: entry[name] for name in NUMBERS if name in entry} for entry in trainer.state.log_history]
+
+    with trainers_on_simulated_cuda():
+        before = Graph.num_replayed
+        found = run(on_gpu=True)
+        assert Graph.num_replayed > before
+        # Another one of its own second step.
+        assert run(on_gpu=True, resumed=True)[1] == pytest.approx(found[1], rel=1e-4, abs=1e-6)
+    expected = run(on_gpu=False)
+    assert len(found) == len(expected) >= 3
+    for ours, theirs in zip(found, expected):
+        assert ours.pop("sampling/logp_mismatch", 0.0) < (0.02 if "bf16" in fields else 1e-5)
+        theirs.pop("sampling/logp_mismatch", None)
+        assert ours == pytest.approx(theirs, rel=0.05 if "bf16" in fields else 1e-4, abs=1e-6)
+
+
+def test_tf32_set_as_transformers_sets_it(tf32, make_gpu_trainer):
+    with trainers_on_simulated_cuda():
+        trainer = make_gpu_trainer(bf16=False)
+        assert trainer.execution.engine_choice.name == "native"
+    assert torch.get_float32_matmul_precision() == "high"  # torch's compiler reads it
+
+
+def test_training_passes_are_not_computed_by_cudnn(make_gpu_trainer, monkeypatch):
+    """It would build a plan for each shape of a padded micro-batch, forward and backward."""
+    allowed: dict[str, set[bool]] = {"forward": set(), "backward": set()}
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def note(when: str) -> None:
+        allowed[when].add(torch.backends.cuda.cudnn_sdp_enabled())
+
+    def attend_and_note(*tensors: Any, **options: Any) -> Any:
+        output = attend(*tensors, **options)
+        if output.requires_grad:
+            note("forward")
+            output.register_hook(lambda _: note("backward"))
+        return output
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_and_note)
+    with trainers_on_simulated_cuda():
+        trainer = make_gpu_trainer(bf16=False)
+        for noted in allowed.values():
+            noted.clear()
+        options = replace(trainer.components.forward_options, layout="dense")
+        with trainer._training_passes(is_last=False):
+            score_tokens(trainer.model, random_batch(trainer.model), options).logprobs.sum().backward()
+    assert allowed == {"forward": {False}, "backward": {False}}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
