@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from base_fixtures import make_model, make_tokenizer
 from datasets import Dataset
 from forked_ranks import on_ranks
-
-from groupgrad import GRPOConfig, GRPOTrainer
 
 ROWS = [{"prompt": f"say {number}"} for number in range(8)]
 OTHER_ORDER = [*ROWS[4:], *ROWS[:4]]
@@ -28,18 +25,15 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
-def error_of(rank: int, given: dict[str, Any], folder: Path, sampled: list[int]) -> str:
-    """Trains with what rank 1 alone is given; the text of its ValueError, or nothing."""
-    given = given if rank == 1 else {}
-    settings = {"per_device_train_batch_size": 2, "num_generations": 4, "max_completion_length": 4, "max_steps": 1}
-    settings |= {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
-    trainer = GRPOTrainer(
-        make_model(),
-        lambda completions, **kwargs: (sampled.append(len(completions)), [0.0] * len(completions))[1],
-        args=GRPOConfig(**{**settings, "eval_strategy": "steps", **given.get("settings", {})}),
+def error_of(make_trainer: Any, given: dict[str, Any], folder: Path, sampled: list[int]) -> str:
+    """Trains with what a rank is given; the text of its ValueError, or nothing."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 1, "output_dir": str(folder), "eval_strategy": "steps"}
+    trainer = make_trainer(
+        reward_funcs=lambda completions, **_: (sampled.append(len(completions)), [0.0] * len(completions))[1],
         train_dataset=Dataset.from_list(given.get("train", ROWS)),
-        eval_dataset=Dataset.from_list(given.get("evaluation", ROWS)),
-        processing_class=make_tokenizer(),
+        trainer={"eval_dataset": Dataset.from_list(given.get("evaluation", ROWS))},
+        **settings,
+        **given.get("settings", {}),
     )
     try:
         trainer.train()
@@ -49,14 +43,15 @@ def error_of(rank: int, given: dict[str, Any], folder: Path, sampled: list[int])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_different_data_of_ranks_are_refused(tmp_path):
+def test_different_data_of_ranks_are_refused(make_trainer, tmp_path):
     """A data set that is shuffled without a seed has another order on each rank, and a group mixed their prompts."""
 
     def run(rank: int) -> dict[str, tuple[str, bool]]:
         found = {}
         for name, (given, _) in CASES.items():
             sampled: list[int] = []
-            found[name] = error_of(rank, given, tmp_path / name, sampled), bool(sampled)
+            text = error_of(make_trainer, given if rank == 1 else {}, tmp_path / name, sampled)
+            found[name] = text, bool(sampled)
         return found
 
     for found in on_ranks(run, tmp_path, 2):
