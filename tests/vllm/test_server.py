@@ -23,7 +23,6 @@ from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 from groupgrad.integrations.vllm.weight_transport import (
     GroupBroken,
     GroupTransport,
-    HttpTransport,
     SharedMemoryTransport,
 )
 
@@ -79,9 +78,8 @@ def test_rows_end_at_the_ids_that_end_completions(engine: VLLMServerPool, policy
     assert ended.ids == free[0].ids[: free[0].ids.index(stop) + 1] and ended.finish_reason == "eos"
 
 
-@pytest.mark.parametrize("transport", [HttpTransport(), SharedMemoryTransport()])
-def test_each_transport_brings_the_weights(transport: Any, server: Served, policy: Any) -> None:
-    engine = server.engine(transport=transport)
+def test_shared_memory_brings_the_weights(server: Served, policy: Any) -> None:
+    engine = server.engine(transport=SharedMemoryTransport())
     engine.push(vary(policy, 7), 0)
     assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
 
@@ -116,7 +114,7 @@ def test_a_group_that_cannot_be_formed_says_why(server: Served, policy: Any) -> 
 class Flips:
     """A transport that flips a bit of the second bucket."""
 
-    def __init__(self, inner: HttpTransport):
+    def __init__(self, inner: SharedMemoryTransport):
         self._inner = inner
         self.device, self.connect, self.close = inner.device, inner.connect, inner.close
 
@@ -126,9 +124,9 @@ class Flips:
         self._inner.send(address, weight_version, bucket, timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("make", [HttpTransport, lambda: GroupTransport(free_port())], ids=["http", "group"])
+@pytest.mark.parametrize("make", [SharedMemoryTransport, lambda: GroupTransport(free_port())], ids=["shared", "group"])
 def test_weights_that_arrived_changed_are_refused(
-    make: Callable[[], HttpTransport], server: Served, policy: Any
+    make: Callable[[], SharedMemoryTransport], server: Served, policy: Any
 ) -> None:
     engine = server.engine(transport=Flips(make()))
     with pytest.raises(ServerRefused, match=r"pushing version 3 .*its bytes have the checksum") as caught:

@@ -23,7 +23,6 @@ from stranger_cases import (
 )
 
 from groupgrad.integrations.vllm.http import call
-from groupgrad.integrations.vllm.server import PATIENCE_S
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
 
@@ -61,7 +60,6 @@ def test_without_the_key_nothing_is_told_changed_or_stopped(server: Served, poli
     assert raw_exchange(server.port, request("/health"))[0] == 200
 
     assert raw_exchange(server.port, request("/version", key=server.key))[0] == 200
-    assert raw_exchange(server.port, request("/groupgrad/start", key=server.key, length=2**40))[0] == 413
     assert raw_exchange(server.port, request("/groupgrad/start", b"{", server.key))[0] == 400
     assert raw_exchange(server.port, request("/groupgrad/finish", body, server.key))[0] == 409
     assert engine.sample(requests(), OPTIONS) == samples
@@ -83,7 +81,7 @@ def test_a_push_waits_for_nobody_who_reads_nothing(server: Served, trainer: VLLM
         assert connection.recv(12) == b"HTTP/1.1 200"
         started = time.monotonic()
         trainer.push(policy, 1)
-        assert time.monotonic() - started < PATIENCE_S
+        assert time.monotonic() - started < 60.0
 
 
 def test_bad_bodies_are_bad_requests(server: Served, trainer: VLLMServerPool) -> None:
@@ -100,7 +98,7 @@ def test_half_a_push_and_then_silence_is_mended_by_another_trainer(
         nothing_is_sampled(trainer, server.port, server.key)
     other, started = server.engine(), time.monotonic()
     other.push(policy, 1)
-    assert time.monotonic() - started < PATIENCE_S
+    assert time.monotonic() - started < 60.0
     assert [sample.ids for sample in other.sample(requests(), OPTIONS)] == [sample.ids for sample in samples]
     trainer.push(policy, 0)
 

@@ -23,7 +23,7 @@ from waiting import until
 from groupgrad.integrations.vllm.http import Address
 from groupgrad.integrations.vllm.server_pool import PoolSession
 from groupgrad.integrations.vllm.vllm_policy import LEAVE_PUSH_S
-from groupgrad.integrations.vllm.weight_transport import HttpTransport
+from groupgrad.integrations.vllm.weight_transport import SharedMemoryTransport
 from groupgrad.integrations.vllm.wire import Bucket
 
 HERE = Path(__file__)
@@ -52,7 +52,7 @@ def train(make_model: Any, tokenizer: Any, tmp_path: Path, served: Served) -> It
         trainer.vllm_policy.close()
 
 
-class KillsAt(HttpTransport):
+class KillsAt(SharedMemoryTransport):
     """Kills and restarts the server during the push of one policy step, once."""
 
     def __init__(self, served: Served, version: int):

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_training import make_trainer
 
 from groupgrad.integrations.vllm.http import Address
-from groupgrad.integrations.vllm.weight_transport import HttpTransport
+from groupgrad.integrations.vllm.weight_transport import SharedMemoryTransport
 from groupgrad.integrations.vllm.wire import Bucket
 
 
-class StopsAt(HttpTransport):
+class StopsAt(SharedMemoryTransport):
     """Writes a file when half of a push has been sent, and never sends the rest."""
 
     def __init__(self, version: int, marker: Path):

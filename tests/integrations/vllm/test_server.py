@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
 import socket
@@ -101,12 +100,10 @@ def test_half_a_push_is_finished_by_its_checksum_alone(server: SimulatedServer) 
 
 
 def test_calls_of_vllms_routes_are_refused_while_weights_are_not_whole(server: SimulatedServer, model: Any) -> None:
-    """Also one whose body comes after a push has begun."""
     trainer = server.engine_of()
+    announce(trainer, "3-a", [])
     with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as early:
-        early.sendall(request("/v1/completions", key=KEY, length=2))
-        announce(trainer, "3-a", [])
-        early.sendall(b"{}")
+        early.sendall(request("/v1/completions", b"{}", KEY))
         answer = early.recv(65536).decode()
     assert answer.startswith("HTTP/1.1 503") and "retry-after: 1" in answer
     late = raw_exchange(server.port, request("/v1/completions", b"{}", KEY))
@@ -135,24 +132,6 @@ def test_no_row_begins_while_a_push_waits_for_the_rows_under_way(server: Simulat
         assert status == 503 and "the push '3-a' of weights has not ended" in reason
         assert first.result()[0] == 200 and server.engine.sampled == [1]
         push.result()
-
-
-def test_vllm_gets_the_whole_body_and_then_hears_that_the_caller_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"b"}]
-    parts.append({"type": "http.request", "body": b"a", "more_body": True})
-    heard: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return parts.pop()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        heard.extend([await receive(), await receive()])
-
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
-    scope["headers"] = [(b"authorization", f"Bearer {KEY}".encode())]
-    asyncio.run(Routes(app)(scope, receive, None))
-    assert heard == [{"type": "http.request", "body": b"ab", "more_body": False}, {"type": "http.disconnect"}]
 
 
 @pytest.fixture

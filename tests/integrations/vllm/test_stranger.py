@@ -18,14 +18,12 @@ from simulated_server import KEY, SimulatedServer
 from stranger_cases import (
     BUCKETS,
     announce,
-    answered_408,
     bad_bodies_are_refused,
     bucket_is_refused,
     head_of,
     nothing_is_sampled,
     pickles_stay_closed,
     send_half_a_push,
-    slow_bodies,
 )
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -84,40 +82,6 @@ def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: V
     )
     status, _ = raw_exchange(server.port, upgrade, timeout_s=1.0)
     assert status != 101
-
-
-@pytest.mark.fault(
-    "a huge body, a slow body, or half a body is sent to a vLLM server",
-    "it is refused by its length before it is read (413), or after its time (408); others are answered meanwhile",
-    "nothing",
-)
-def test_a_huge_body_is_refused_before_it_is_read(server: SimulatedServer, trainer: Any) -> None:
-    for key, route in itertools.product((None, KEY), ("check", "start", "generate", "adapter", "init")):
-        query = {"weight_version": "9-x", "base_version": "b", "config_bytes": 1, "checksum": 0, "timeout_s": 1.0}
-        head = request(f"/groupgrad/{route}", key=key, length=2**40, **query)
-        status, answer = raw_exchange(server.port, head)
-        assert status == (401 if key is None else 413), (route, answer)
-    assert raw_exchange(server.port, request("/v1/completions", key=KEY, length=2**40))[0] == 413
-
-
-def test_a_body_without_a_length_is_refused_when_it_is_too_long(server: SimulatedServer, trainer: Any) -> None:
-    head = request("/groupgrad/check", key=KEY, length=1).replace(b"Content-Length: 1", b"Transfer-Encoding: chunked")
-    chunk = f"{2**19:x}\r\n".encode() + b" " * 2**19 + b"\r\n"
-    status, answer = raw_exchange(server.port, head, *[chunk] * 3)
-    assert status == 413 and "takes at most 1048576" in answer["error"]
-
-
-@pytest.mark.slow
-def test_a_slow_body_is_given_up_and_holds_nothing_up(
-    server: SimulatedServer, trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "PATIENCE_S", 2.0)
-    with slow_bodies(server.port, KEY) as connections:
-        started = time.monotonic()
-        trainer.push(model, 1)  # waits for none of them
-        assert len(trainer.sample(ROWS, OPTIONS)) == 3 and time.monotonic() - started < 1.6
-        answered_408(connections)
-        assert time.monotonic() - started < 4.0
 
 
 def test_bad_bodies_are_bad_requests(server: SimulatedServer, trainer: VLLMServerPool) -> None:

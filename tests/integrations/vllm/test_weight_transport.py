@@ -24,7 +24,6 @@ from groupgrad.integrations.vllm.weight_receiver import Rendezvous
 from groupgrad.integrations.vllm.weight_transport import (
     GroupBroken,
     GroupTransport,
-    HttpTransport,
     SharedMemoryTransport,
     WeightGroup,
     choose_transport,
@@ -117,11 +116,12 @@ def test_a_policy_on_a_gpu_meets_a_server_on_others_and_if_it_cannot_a_warning_s
 
 @pytest.mark.parametrize(
     ("answer", "kind"),
-    [({}, SharedMemoryTransport), (ServerRefused(500, "this worker does not see"), HttpTransport)],
+    [({}, SharedMemoryTransport), (ServerRefused(500, "this worker does not see"), GroupTransport)],
 )
-def test_a_policy_on_a_cpu_meets_nobody(answer: Any, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_on_a_cpu_uses_shared_memory_or_gloo(answer: Any, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers(monkeypatch, init=answer)
-    assert type(choose_transport(SERVER, 1, timeout_s=1.0, device=torch.device("cpu"))) is kind
+    transport = choose_transport(SERVER, 1, timeout_s=1.0, device=torch.device("cpu"))
+    assert type(transport) is kind and transport.device.type == "cpu"
     assert answers.routes == ["init"]
 
 

@@ -23,7 +23,12 @@ from groupgrad.integrations.vllm.http import (
 from groupgrad.integrations.vllm.vllm_params import adapter_bytes, refusal
 from groupgrad.integrations.vllm.vllm_policy import Push
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
-from groupgrad.integrations.vllm.weight_transport import GROUP_PORT, GroupBroken, HttpTransport, choose_transport
+from groupgrad.integrations.vllm.weight_transport import (
+    GROUP_PORT,
+    GroupBroken,
+    SharedMemoryTransport,
+    choose_transport,
+)
 from groupgrad.integrations.vllm.wire import (
     BACKEND,
     BUCKET_BYTES,
@@ -52,7 +57,7 @@ class ServerClient:
     ):
         self.address, self.timeout_s, self.bucket_bytes = address, timeout_s, BUCKET_BYTES
         self._group_port = group_port
-        self._chosen: tuple[str, HttpTransport] | None = None
+        self._chosen: tuple[str, SharedMemoryTransport] | None = None
         """The transport of the last push, and the server's start id that it was chosen for."""
         self._served: tuple[nn.Module, int] | None = None
         """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
@@ -174,7 +179,7 @@ class ServerClient:
             body = {"weight_version": weight_version, "checksum": checksum}
             call(self.address, "finish", body, timeout_s=self.timeout_s)
 
-    def _current_transport(self, device: torch.device) -> HttpTransport:
+    def _current_transport(self, device: torch.device) -> SharedMemoryTransport:
         """The transport for this push, chosen once for each start of the server, which may be on another machine."""
         start_id = self.info["start_id"]
         if self._chosen is None or self._chosen[0] != start_id:

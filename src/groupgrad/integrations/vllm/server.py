@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import os
 import uuid
 import zlib
@@ -41,7 +40,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from groupgrad import compat
@@ -57,7 +56,6 @@ from groupgrad.integrations.vllm.wire import (
     PROTOCOL,
     TensorSpec,
     model_sizes,
-    padded_bytes,
     specs_from_json,
     specs_to_json,
 )
@@ -66,11 +64,6 @@ PREFIX = "/groupgrad/"
 OPEN_PATH = "/health"
 """The only path that is answered without the key."""
 
-JSON_BYTES, SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**20, 2**26, 2**30, 2**33
-"""Largest JSON body of most routes, announcement of a push, call for rows (with images, or of vLLM's own routes), and
-adapter."""
-PATIENCE_S = 60.0
-"""Time that a caller has for sending each part of a body."""
 RETRY_S = 1
 """Seconds after which a caller that was refused during a push may retry."""
 
@@ -170,25 +163,15 @@ class Routes:
             await _reply(MISSING_KEY_STATUS, {"error": story}, scope, receive, send)
         elif scope["path"].startswith(PREFIX):
             await self._answer(scope, receive, send)
-        else:
-            await self._call_vllm(scope, receive, send)
+        elif scope["method"] == "POST" and not self._weights.is_complete:
+            refusal = self._weights.not_complete()
+            await _reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
+        else:  # one that is held back by a push meanwhile goes on with the new weights
+            await self._app(scope, receive, send)
 
     def _has_key(self, scope: Any) -> bool:
         scheme, _, given = Request(scope).headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), self._key)
-
-    async def _call_vllm(self, scope: Any, receive: Any, send: Any) -> None:
-        """Calls one of vLLM's routes with its whole body; a POST only while weights are complete."""
-        try:
-            body = await _read(Request(scope, _timely(receive)), ROWS_BYTES)
-            if scope["method"] == "POST" and not self._weights.is_complete:
-                raise self._weights.not_complete()
-        except Refusal as refusal:
-            await _reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
-        except ClientDisconnect:
-            pass
-        else:
-            await self._app(scope, _replayed(body, receive), send)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         engine = scope["app"].state.engine_client
@@ -197,7 +180,7 @@ class Routes:
         try:
             if handler is None:
                 raise Refusal(404, f"there is no route {scope['path']}")
-            status, answer = 200, await handler(engine, Request(scope, _timely(receive)))
+            status, answer = 200, await handler(engine, Request(scope, receive))
         except Refusal as refusal:
             status, answer = refusal.status, {"error": str(refusal)}
         except (LookupError, TypeError, ValueError, RecursionError) as error:  # a field that is missing, or cannot be
@@ -239,13 +222,13 @@ class Routes:
         }
 
     async def route_check(self, engine: Any, request: Request) -> None:
-        sampling = (await _json(request))["sampling"]
+        sampling = dict(await request.json())["sampling"]
         with _refused_options():
             await asyncio.to_thread(check_options, sampling, engine)  # a regex may take a while
 
     async def route_generate(self, engine: Any, request: Request) -> RowStream:
         """Starts the rows."""
-        body, weights = await _json(request, ROWS_BYTES), self._weights
+        body, weights = dict(await request.json()), self._weights
         version = body["weight_version"]
         for key, images in body.get("images", {}).items():
             body["images"][key] = [await asyncio.to_thread(decode, image) for image in images]
@@ -265,13 +248,13 @@ class Routes:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        body, weights = await _json(request), self._weights
+        body, weights = dict(await request.json()), self._weights
         rendezvous = Rendezvous(**body, host=request.scope["server"][0] if "port" in body else "")
         async with weights.lock:
             await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(rendezvous)))
 
     async def route_start(self, engine: Any, request: Request) -> None:
-        body, weights = await _json(request, SPECS_BYTES), self._weights
+        body, weights = dict(await request.json()), self._weights
         version, timeout_s = body["weight_version"], float(body["timeout_s"])
         specs, keeps_rows = specs_from_json(body["tensors"]), body.get("keeps_rows", False)
         if keeps_rows and not compat.vllm_records_versions():
@@ -292,16 +275,12 @@ class Routes:
         async with weights.lock:
             weights.check_pending(version)
             bucket = weights.next_bucket(first, count)
-            num_bytes, is_here = padded_bytes(bucket), "shared" not in query and "group" not in query
-            body = await _read(request, num_bytes if is_here else 0)
-            if is_here and len(body) != num_bytes:
-                raise Refusal(422, f"a bucket has {len(body)} bytes, but its tensors have {num_bytes}")
-            source = {"body": body} if is_here else {"shared": query["shared"]} if "shared" in query else {}
+            source = {"shared": query["shared"]} if "shared" in query else {}
             await self._update(engine, specs=specs_to_json(bucket), **source)
             weights.num_tensors += count
 
     async def route_finish(self, engine: Any, request: Request) -> None:
-        body, weights = await _json(request), self._weights
+        body, weights = dict(await request.json()), self._weights
         version, checksum = body["weight_version"], int(body["checksum"])
         async with weights.lock:
             weights.check_pending(version)
@@ -328,7 +307,7 @@ class Routes:
         query = request.query_params
         version, base_version, timeout_s = query["weight_version"], query["base_version"], float(query["timeout_s"])
         config_bytes, checksum = int(query["config_bytes"]), int(query["checksum"])
-        data = await _read(request, ADAPTER_BYTES)
+        data = await request.body()
         if zlib.crc32(data) != checksum:
             raise Refusal(422, f"the adapter {version!r} arrived with another checksum than it was sent with")
         weights = self._weights
@@ -401,54 +380,9 @@ async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
         rows.abort()
 
 
-# --- Requests and answers, with limits on size and time ---
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, which is refused before it is read if it announces more bytes, and as soon as it has more."""
-    announced = request.headers.get("content-length", "")
-    num_bytes, data = int(announced) if announced.isdigit() else 0, bytearray()
-    if num_bytes <= max_bytes:
-        async for part in request.stream():
-            data += part
-            if len(data) > max_bytes:
-                break
-        else:
-            return bytes(data)
-    num_bytes = max(num_bytes, len(data))
-    raise Refusal(413, f"the body has {num_bytes} bytes or more, and this route takes at most {max_bytes}")
-
-
-async def _json(request: Request, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
-    """The body as a JSON object."""
-    return dict(json.loads(await _read(request, max_bytes)))
-
-
-def _timely(receive: Any) -> Any:
-    """ASGI's `receive`, which refuses a caller that sends nothing for `PATIENCE_S`."""
-
-    async def limited() -> Any:
-        try:
-            return await asyncio.wait_for(receive(), PATIENCE_S)
-        except asyncio.TimeoutError:
-            raise Refusal(408, f"the caller has sent nothing of its body for {PATIENCE_S:g} s") from None
-
-    return limited
-
-
-def _replayed(body: bytes, receive: Any) -> Any:
-    """ASGI's `receive` of a request whose body was read: the body first, then what `receive` reports."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_replayed() -> Any:
-        return messages.pop() if messages else await receive()
-
-    return receive_replayed
-
-
 async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
-    """Answers with JSON; after a refusal that may have left a part of the body on its way, the connection ends."""
+    """Answers with JSON; without the key the connection ends, and the body is not read."""
     headers = {"retry-after": str(RETRY_S)} if status == 503 else {}
-    if status in (MISSING_KEY_STATUS, 408, 413):
+    if status == MISSING_KEY_STATUS:
         headers["connection"] = "close"
     await JSONResponse(answer, status, headers)(scope, receive, send)

@@ -18,7 +18,7 @@ def register() -> None:
     from groupgrad.integrations.vllm.weight_receiver import WeightReceiver
 
     class VerifiedWeightTransfer(WeightReceiver, WeightTransferEngine):
-        """Receives weights over a process group, in shared memory, as bytes or by reference, and verifies them."""
+        """Receives weights over a process group, in shared memory or by reference, and verifies them."""
 
     with contextlib.suppress(ValueError):  # it is registered
         WeightTransferEngineFactory.register_engine(BACKEND, VerifiedWeightTransfer)

@@ -112,8 +112,8 @@ class WeightReceiver:
 
         `update_info` has one of:
         - `tensors` of this process, by name;
-        - `specs` of a bucket (`specs_to_json`), and where its bytes are: `shared`, a file in shared memory; `body`, the
-          bytes; neither: they come over the process group;
+        - `specs` of a bucket (`specs_to_json`), and where its bytes are: `shared`, a file in shared memory;
+          without it they come over the process group;
         - `checksum`, the `running_checksum` of all buckets, None without any. RuntimeError if the push is not whole;
         - nothing: RuntimeError, which ends the push. vLLM has no other end of an unfinished one.
         """
@@ -186,8 +186,6 @@ class WeightReceiver:
         """(bytes,) uint8 of a bucket."""
         if "shared" in update_info:
             return torch.frombuffer(read_shared(update_info["shared"]), dtype=torch.uint8)
-        if "body" in update_info:
-            return torch.frombuffer(bytearray(update_info["body"]), dtype=torch.uint8)
         assert self._group is not None, "a bucket comes over a group that this worker has joined"
         return self._group.receive(padded_bytes(specs))
 

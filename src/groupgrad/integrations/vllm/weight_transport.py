@@ -51,8 +51,8 @@ class GroupBroken(ConnectionError):
     """The group could not be formed, or data sent over it did not arrive."""
 
 
-class HttpTransport:
-    """Sends buckets as bodies of HTTP calls, which the server hands to its workers; works everywhere."""
+class SharedMemoryTransport:
+    """Sends buckets in shared memory, which workers on the trainer's machine read directly."""
 
     device = torch.device("cpu")
     """Device of the buckets that `send` takes."""
@@ -62,23 +62,15 @@ class HttpTransport:
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Returns when all workers have loaded the bucket."""
-        call(address, "update", bucket.data.numpy().data, query=_query(weight_version, bucket), timeout_s=timeout_s)
+        with shared_file(bucket.data.numpy().data) as name:
+            query = _query(weight_version, bucket, shared=name)
+            call(address, "update", b"", query=query, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Leaves the server without waiting for anything."""
 
 
-class SharedMemoryTransport(HttpTransport):
-    """Sends buckets in shared memory, which workers on the trainer's machine read directly."""
-
-    def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
-        """Returns when all workers have loaded the bucket."""
-        with shared_file(bucket.data.numpy().data) as name:
-            query = _query(weight_version, bucket, shared=name)
-            call(address, "update", b"", query=query, timeout_s=timeout_s)
-
-
-class GroupTransport(HttpTransport):
+class GroupTransport(SharedMemoryTransport):
     """Broadcasts buckets over a process group of this rank and all workers: NCCL from a GPU, gloo from the CPU.
 
     The group is formed before the first push, at `port` of the server's machine, which its first worker opens. After an
@@ -136,11 +128,11 @@ def choose_transport(
     timeout_s: float,
     device: torch.device | None = None,
     group_port: int = GROUP_PORT,
-) -> HttpTransport:
-    """The fastest transport that works for a policy on `device` (None: do not try a process group).
+) -> SharedMemoryTransport:
+    """The fastest transport that works for a policy on `device` (None: the CPU).
 
     NCCL if the policy and the workers are on different GPUs, else shared memory if all workers see this machine's, else
-    HTTP. A group that cannot be formed logs one warning.
+    gloo. An NCCL group that cannot be formed logs one warning.
     """
     if device is not None and device.type == "cuda":
         transport = GroupTransport(group_port, device)
@@ -156,7 +148,7 @@ def choose_transport(
     except ConnectionError:
         raise
     except (OSError, ServerRefused):  # no shared memory here, or another machine's there
-        return HttpTransport()
+        return GroupTransport(group_port)
     return SharedMemoryTransport()
 
 
