@@ -10,7 +10,7 @@ import pytest
 
 from groupgrad.engines.base import Request, Sample, sample_all
 from groupgrad.integrations.vllm.colocate import TensorParallelSession
-from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
+from groupgrad.integrations.vllm.colocate_start import check_tensor_parallel
 
 CONFIG = SimpleNamespace(num_attention_heads=12, num_key_value_heads=4)
 

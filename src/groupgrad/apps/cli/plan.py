@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     with quick_imports():
         from groupgrad.apps.plan.fitting import choices, recommended
         from groupgrad.apps.plan.shapes import has_tower, model_shape, read_config, whole_rows
-        from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
+        from groupgrad.integrations.vllm.colocate_start import check_tensor_parallel
 
     try:
         if options.devices % options.context_parallel_size:

@@ -8,9 +8,8 @@ from typing import Any
 
 from groupgrad.apps.plan.memory import Adapter, Colocate, Memory, RunSizes, Sharding, predict
 from groupgrad.apps.plan.shapes import ModelShape
-from groupgrad.integrations.vllm import memory_check
-from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
-from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
+from groupgrad.apps.plan.vllm_memory import ServedBytes, TrainingBytes, memory_problem
+from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions, check_tensor_parallel
 
 USABLE = 0.92
 """Share of a device that is planned for; the allocator's gaps take the rest."""
@@ -47,7 +46,7 @@ def recommended(found: list[Choice]) -> Choice | None:
 
 @dataclass(slots=True, frozen=True)
 class VLLMShare:
-    """Settings of a vLLM beside training that `memory_check.memory_problem` accepts."""
+    """Settings of a vLLM beside training that `memory_problem` accepts."""
 
     utilization: float
     """`vllm_gpu_memory_utilization`: share of the device."""
@@ -58,7 +57,7 @@ class VLLMShare:
 def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMShare | None:
     """Returns the share of a device for vLLM beside a trainer that does not sample; None if it does not fit.
 
-    The share holds what the trainer demands (weights, a workspace and one row of the context), and the keys and values
+    The share holds what vLLM needs at least (weights, a workspace and one row of the context), and the keys and values
     of the rows that vLLM samples where there is room for them. Where no row of the model's whole context fits, rows of
     the run's length are tried.
     """
@@ -72,13 +71,13 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
     )
     for length in lengths:
         options = _vllm_options(sizes, length)
-        served = memory_check.ServedBytes.of_config(*_served(shape, sizes), options)
+        served = ServedBytes.of_config(*_served(shape, sizes), options)
         wanted = served.total + max(0, all_rows - served.one_row)
         share = math.ceil(1000 * wanted / device_bytes) / 1000
         share = min(share, math.floor(1000 * room / device_bytes) / 1000)
         for tried in (share,) if colocate.utilization is None else (colocate.utilization, share):
             of_share = replace(options, memory_utilization=tried)
-            if memory_check.memory_problem(served, training, of_share, **memory) is None:
+            if memory_problem(served, training, of_share, **memory) is None:
                 return VLLMShare(tried, length)
     return None
 
@@ -142,9 +141,9 @@ def _need_of_each(shape: ModelShape, sizes: RunSizes, tensor_parallel_size: int)
     )
 
 
-def predicted_training_bytes(memory: Memory) -> memory_check.TrainingBytes:
-    """Returns the predicted memory of training in the parts that the trainer compares with vLLM's."""
-    return memory_check.TrainingBytes(
+def predicted_training_bytes(memory: Memory) -> TrainingBytes:
+    """Returns the predicted memory of training in the parts that are compared with vLLM's."""
+    return TrainingBytes(
         weights=memory.context + memory.weights + memory.reference,
         gradients=memory.gradients,
         optimizer=memory.optimizer,
@@ -245,10 +244,10 @@ def _needed(shape: ModelShape, sizes: RunSizes) -> int:
     return max(memory.peak, training.total, beside + _least_served(shape, sizes).total)
 
 
-def _least_served(shape: ModelShape, sizes: RunSizes) -> memory_check.ServedBytes:
+def _least_served(shape: ModelShape, sizes: RunSizes) -> ServedBytes:
     """Bytes of a vLLM whose rows have the run's length."""
     length = (sizes.colocate or Colocate()).max_model_length or sizes.prompt + sizes.completion
-    return memory_check.ServedBytes.of_config(*_served(shape, sizes), _vllm_options(sizes, length))
+    return ServedBytes.of_config(*_served(shape, sizes), _vllm_options(sizes, length))
 
 
 def _vllm_options(sizes: RunSizes, length: int | None) -> ColocateOptions:

@@ -23,9 +23,14 @@ from torch import nn
 
 from groupgrad import dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions, TicketSession
-from groupgrad.integrations.vllm.colocate_start import ColocateOptions, classes_restored, save_config, start
+from groupgrad.integrations.vllm.colocate_start import (
+    ColocateOptions,
+    check_tensor_parallel,
+    classes_restored,
+    save_config,
+    start,
+)
 from groupgrad.integrations.vllm.media import check_prompt, vllm_prompt
-from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
 from groupgrad.integrations.vllm.vllm_params import (
     FINISH_REASONS,
     adapter_bytes,

@@ -21,6 +21,7 @@ from groupgrad import dist
 from groupgrad.integrations.vllm.transfer_plugin import register
 from groupgrad.integrations.vllm.vllm_params import PROCESSED, lora_rank
 from groupgrad.integrations.vllm.wire import BACKEND
+from groupgrad.models.layer_configs import layer_configs
 from groupgrad.models.unwrapping import base_model, unwrap
 
 MAX_NUM_SEQS = 256
@@ -170,3 +171,33 @@ def _dispatch_call(cls: Any, patched: Callable[..., Any], original: Callable[...
         return super(cls, self).__call__(*args, **kwargs) if original is None else original(self, *args, **kwargs)
 
     return __call__
+
+
+def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
+    """ValueError if groups of `size` of the `ranks` cannot share a text model with this transformers config."""
+    if size == 1:
+        return
+    if size > ranks or ranks % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, but {ranks} training {'rank' if ranks == 1 else 'ranks'} cannot be "
+            f"shared out in groups of {size}: set it to a number that divides {ranks}, start more ranks, or use "
+            'vllm_mode="server" and give it to `groupgrad vllm-serve`'
+        )
+    for layer in layer_configs(config) or [config]:
+        _check_heads(layer, size)
+
+
+def _check_heads(config: Any, size: int) -> None:
+    """ValueError if the heads of a layer cannot be divided over `size` ranks."""
+    heads = int(getattr(config, "num_attention_heads", None) or size)
+    if heads % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, but the model's {heads} attention heads cannot be shared out in "
+            f"{size} equal parts: set it to a number that divides {heads}"
+        )
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, which neither divides the model's {kv_heads} key-value heads nor is "
+            f"a multiple of them: set it to one that does"
+        )

@@ -11,24 +11,19 @@ from torch import nn
 
 from groupgrad import compat, dist
 from groupgrad.config import GRPOConfig
-from groupgrad.config.launcher import uses_deepspeed, zero_stage
 from groupgrad.config.sampling import sampling_options, vllm_fields
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.integrations.vllm.colocate import VLLMColocateEngine
 from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
 from groupgrad.integrations.vllm.http import Address
-from groupgrad.integrations.vllm.memory_check import TrainingBytes, check_memory
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 from groupgrad.integrations.vllm.vllm_params import PROCESSED, logprobs_mode
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
-from groupgrad.integrations.vllm.wire import torch_dtype
 from groupgrad.models.adapters import is_adapted
 from groupgrad.models.unwrapping import is_multimodal, unwrap
 from groupgrad.models.weights import adapter_obstacle, adapter_rank
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.scoring.gradient_checkpointing import activation_bytes_per_token
-from groupgrad.trainer import component_options
-from groupgrad.trainer.build import PolicyBundle, sums_in_float32
+from groupgrad.trainer.build import PolicyBundle
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +106,6 @@ def _colocate_policy(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampl
         logprobs_mode=logprobs_mode(vllm_fields(config)) or PROCESSED,
         trust_remote_code=config.trust_remote_code,
     )
-    with dist.errors_on_all_ranks():  # the ranks start vLLM together, and devices may have unequal free memory
-        if next(model.parameters()).is_cuda:  # on a CPU vLLM itself compares its share of the memory with what is free
-            check_memory(model, colocate_options, training=training_bytes(config, model))
     engine = VLLMColocateEngine(model, tokenizer, colocate_options)
     try:
         engine.check(sampling, num_tokens=sampling.max_new_tokens + 1)
@@ -121,41 +113,6 @@ def _colocate_policy(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampl
         engine.close()
         raise
     return VLLMPolicy(engine, model, sends_adapter=sends_adapter, keeps_logprobs=engine.plain_logprobs(sampling))
-
-
-def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
-    """Least memory that training takes on the device, as far as it is known before the first step.
-
-    Activations are those of one micro-batch with completions of full length, measured on random tokens, or what
-    gradient checkpointing leaves of them where it may be used.
-    """
-    inner: Any = unwrap(model)
-    parameters = list(model.parameters())
-    all_bytes = sum(parameter.nbytes for parameter in parameters)
-    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    has_reference = config.beta != 0 and not is_adapted(inner)
-    # Other optimizers may keep fewer or smaller numbers, and ZeRO shards them.
-    has_two_states = config.optimizer_name in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config)
-    # ZeRO shards gradients from stage 2 on; an unknown stage counts as sharded.
-    has_gradients = not uses_deepspeed(config) or zero_stage(config) in (0, 1)
-    # Summed in float32, the gradient of a half-precision weight takes 4 bytes. DeepSpeed keeps its own gradients.
-    itemsize = 4 if sums_in_float32(config) and not uses_deepspeed(config) else 1
-    gradient_bytes = sum(p.numel() * max(itemsize, p.itemsize) for p in parameters if p.requires_grad)
-    tokens = config.per_device_train_batch_size * int(config.max_completion_length or 0)
-    if config.gradient_checkpointing is False:
-        pad_id = int(getattr(getattr(inner, "config", None), "pad_token_id", 0) or 0)
-        forward = component_options.forward_options(config, pad_id=pad_id, aux_loss=False)
-        bytes_per_token = activation_bytes_per_token(model, forward)
-    else:
-        text = inner.config.get_text_config()
-        itemsize = torch_dtype(compute_dtype(config, model)).itemsize
-        bytes_per_token = itemsize * text.hidden_size * (text.num_hidden_layers + 1)
-    return TrainingBytes(
-        weights=all_bytes * (2 if has_reference else 1) + sum(buffer.nbytes for buffer in model.buffers()),
-        gradients=gradient_bytes if has_gradients else 0,
-        optimizer=2 * trained_bytes if has_two_states else 0,
-        activations=int(tokens * bytes_per_token),
-    )
 
 
 def compute_dtype(config: GRPOConfig, model: nn.Module) -> str:

@@ -8,19 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from groupgrad.integrations.vllm import memory_check
-from groupgrad.integrations.vllm.colocate_start import ColocateOptions
-from groupgrad.integrations.vllm.memory_check import (
+from groupgrad.apps.plan.vllm_memory import (
     GIB,
     ServedBytes,
     TrainingBytes,
     cache_bytes,
-    check_memory,
-    check_tensor_parallel,
     memory_problem,
 )
+from groupgrad.integrations.vllm.colocate_start import ColocateOptions, check_tensor_parallel
 
 OPTIONS = ColocateOptions(max_num_seqs=8, memory_utilization=0.3)
 SERVED = ServedBytes(weights=10 * GIB, one_row=1 * GIB, context=4096)
@@ -91,26 +87,3 @@ def test_keys_and_values_of_layers_with_their_own_heads(build: Any) -> None:
     check_tensor_parallel(config, 2, ranks=2)
     with pytest.raises(ValueError, match="4 attention heads cannot be shared out in 3"):
         check_tensor_parallel(config, 3, ranks=3)
-
-
-def test_a_policy_is_measured_by_its_parameters(model: Any) -> None:
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    served = ServedBytes.of(model, ColocateOptions(max_num_seqs=1, max_model_len=10))
-    assert served == ServedBytes(2 * numel, 10 * 2 * 2 * 2 * 8 * 2, 10)
-
-
-def test_an_adapter_is_not_served_twice(model: Any) -> None:
-    peft = pytest.importorskip("peft")
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    assert ServedBytes.of(adapted, ColocateOptions(max_num_seqs=1)).weights == 2 * numel
-
-
-def test_a_policy_that_does_not_fit_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "free_bytes", lambda device: 6 * GIB)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 10 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
-    training = TrainingBytes(weights=4 * GIB, gradients=0, optimizer=0, activations=0)
-    check_memory(model, OPTIONS, training=training)
-    with pytest.raises(ValueError, match=r"of 7 GiB .*: too much for both; set .* between 0\.001 and 0\.2"):
-        check_memory(model, OPTIONS, training=replace(training, activations=GIB))

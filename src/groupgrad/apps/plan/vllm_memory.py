@@ -1,5 +1,4 @@
-"""Checks, before vLLM starts in the training processes, that it and training fit into the memory of one GPU, and that
-groups of ranks can share a model.
+"""Memory that vLLM and training need on one GPU, and the share of it that vLLM may be given.
 
 vLLM takes its configured share of the device whatever it needs: its weights, a workspace, and the rest for keys and
 values.
@@ -11,15 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from groupgrad.integrations.vllm.colocate_start import ColocateOptions
-from groupgrad.integrations.vllm.weight_sender import PolicyWeights
-from groupgrad.integrations.vllm.wire import specs_of, torch_dtype
-from groupgrad.memory.free_memory import free_bytes
+from groupgrad.integrations.vllm.wire import torch_dtype
 from groupgrad.models.layer_configs import layer_configs
-from groupgrad.models.unwrapping import unwrap
 
 GIB = 2**30
 WORKSPACE = 0.1
@@ -57,14 +50,6 @@ class ServedBytes:
     """Keys and values of a row that fills the context."""
     context: int
     """Tokens of that row."""
-
-    @classmethod
-    def of(cls, model: nn.Module, options: ColocateOptions) -> ServedBytes:
-        """From the policy's shapes; nothing is gathered."""
-        dtype = torch_dtype(options.dtype)
-        weights = sum(spec.num_bytes for spec in specs_of(PolicyWeights(model, merge=False).metadata(), dtype))
-        inner: Any = unwrap(model)
-        return cls.of_config(weights, inner.config.get_text_config(), options)
 
     @classmethod
     def of_config(cls, weights: int, text: Any, options: ColocateOptions) -> ServedBytes:
@@ -107,19 +92,6 @@ def _values_per_token(config: Any, tensor_parallel_size: int) -> int:
     return 2 * kv_heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-def check_memory(model: nn.Module, options: ColocateOptions, *, training: TrainingBytes) -> None:
-    """ValueError, with the numbers and what to set, if vLLM and training do not both fit on the policy's GPU.
-
-    Call it before vLLM starts. With `sleep_mode` vLLM and training alternate: only training's resident memory counts
-    beside vLLM's.
-    """
-    device = next(model.parameters()).device
-    total, available = torch.cuda.mem_get_info(device)[1], free_bytes(device) + torch.cuda.memory_allocated(device)
-    problem = memory_problem(ServedBytes.of(model, options), training, options, total=total, available=available)
-    if problem is not None:
-        raise ValueError(problem)
-
-
 def memory_problem(
     served: ServedBytes, training: TrainingBytes, options: ColocateOptions, *, total: int, available: int
 ) -> str | None:
@@ -157,33 +129,3 @@ def memory_problem(
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.3g} GiB"
-
-
-def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
-    """ValueError if groups of `size` of the `ranks` cannot share a text model with this transformers config."""
-    if size == 1:
-        return
-    if size > ranks or ranks % size:
-        raise ValueError(
-            f"vllm_tensor_parallel_size is {size}, but {ranks} training {'rank' if ranks == 1 else 'ranks'} cannot be "
-            f"shared out in groups of {size}: set it to a number that divides {ranks}, start more ranks, or use "
-            'vllm_mode="server" and give it to `groupgrad vllm-serve`'
-        )
-    for layer in layer_configs(config) or [config]:
-        _check_heads(layer, size)
-
-
-def _check_heads(config: Any, size: int) -> None:
-    """ValueError if the heads of a layer cannot be divided over `size` ranks."""
-    heads = int(getattr(config, "num_attention_heads", None) or size)
-    if heads % size:
-        raise ValueError(
-            f"vllm_tensor_parallel_size is {size}, but the model's {heads} attention heads cannot be shared out in "
-            f"{size} equal parts: set it to a number that divides {heads}"
-        )
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    if kv_heads % size and size % kv_heads:
-        raise ValueError(
-            f"vllm_tensor_parallel_size is {size}, which neither divides the model's {kv_heads} key-value heads nor is "
-            f"a multiple of them: set it to one that does"
-        )
