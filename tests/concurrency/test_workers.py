@@ -89,18 +89,15 @@ def test_an_exception_of_any_kind_is_an_outcome(workers: Workers, is_async: bool
     assert answer(workers, double_later if is_async else double, x=1).value == 2
 
 
-@pytest.mark.parametrize("timeout_s", [None, 5.0])
-def test_a_call_on_this_thread_has_an_outcome_too(timeout_s: float | None):
+def test_a_call_on_this_thread_has_an_outcome_too():
     def fail(error: BaseException) -> None:
         raise error
 
-    assert call_here(lambda: 3, timeout_s, "late").value == 3
+    assert call_here(lambda: 3).value == 3
     for fault in (ValueError("no"), SystemExit(3)):
-        assert call_here(lambda fault=fault: fail(fault), timeout_s, "late").error is fault
+        assert call_here(lambda fault=fault: fail(fault)).error is fault
     with pytest.raises(KeyboardInterrupt):
-        call_here(lambda: fail(KeyboardInterrupt()), timeout_s, "late")
-    late = call_here(threading.Event().wait, 0.1, "late")
-    assert late.timed_out and late.seconds < 5
+        call_here(lambda: fail(KeyboardInterrupt()))
 
 
 def test_of_32_calls_4_run_at_once(workers: Workers):
@@ -318,10 +315,8 @@ def test_hanging_calls_do_not_keep_the_interpreter_from_ending():
 
 
 SUSPENDED = """
-import asyncio, os, threading, time
-from groupgrad.concurrency import deadline
+import asyncio, os, time
 from groupgrad.concurrency.workers import Workers
-deadline.REACTION_S = 0.5
 
 
 def plain():
@@ -338,16 +333,9 @@ async def on_loop():
     return "answer"
 
 
-def call():
-    answers.append(deadline.call_within(2.5, plain, "late"))
-
-
-answers, thread, workers = [], threading.Thread(target=call), Workers()
+workers = Workers()
 called = [workers.call(tool, {}, timeout_s=2.5) for tool in (plain, on_loop, lambda: on_loop())]
-thread.start()
-call()
-thread.join()
-print(*(future.result().value for future in called), *answers, flush=True)
+print(*(future.result().value for future in called), flush=True)
 """
 
 
@@ -360,9 +348,9 @@ print(*(future.result().value for future in called), *answers, flush=True)
 def test_time_in_which_the_process_is_suspended_does_not_count() -> None:
     with subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        assert [child.stdout.readline() for _ in range(5)] == ["begun\n"] * 5
+        assert [child.stdout.readline() for _ in range(3)] == ["begun\n"] * 3
         time.sleep(0.2)  # until their supervisors wait for them
         child.send_signal(signal.SIGSTOP)
         time.sleep(4.5)  # longer than the deadlines, of which the suspension takes at most a second
         child.send_signal(signal.SIGCONT)
-        assert child.stdout.readline() == "answer answer answer answer answer\n"
+        assert child.stdout.readline() == "answer answer answer\n"

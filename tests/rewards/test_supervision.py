@@ -345,3 +345,13 @@ def test_a_wait_that_is_left_ends_the_process(make, make_rollouts, tmp_path):
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(5)
     assert not psutil.pid_exists(pid)
+
+
+def test_a_function_for_the_main_thread_alone_names_its_remedy(make):
+    def alarmed(completions):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return [1.0, 2.0]
+
+    assert make(alarmed, timeout_s=60.0, num_workers=1).score().rewards.flatten().tolist() == [1.0, 2.0]
+    with pytest.raises(RewardError, match="works on the main thread alone; set reward_workers=1"):
+        make(alarmed, timeout_s=60.0).score()

@@ -1,4 +1,4 @@
-"""Runs users' functions on threads, an event loop or this thread; a deadline holds even if a call hangs."""
+"""Runs users' functions on threads, an event loop or this thread; deadlines of the first two hold if a call hangs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,26 @@ from typing import Any
 
 from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.daemon_threads import DaemonThreads, DedicatedThread
-from groupgrad.concurrency.deadline import DeadlinePassed, call_within, slices
+from groupgrad.concurrency.deadline import slices
 from groupgrad.concurrency.event_loop import USER_LOOP, LoopThread
 
 logger = logging.getLogger(__name__)
+
+
+_MAIN_THREAD_ERRORS = (
+    "only works in main thread",
+    "There is no current event loop in thread",
+    "support threaded environment",
+)
+"""Parts of the errors of `signal.signal`, `asyncio.get_event_loop` and math-verify on other threads."""
+_MAX_ERROR_CHARS = 400
+"""Longest text that counts as such an error; a tool may find the same words in a page or in the output of code."""
+
+
+def needs_main_thread(text: Any) -> bool:
+    """True for the text of an error by which a function works on the main thread alone."""
+    is_short = isinstance(text, str) and len(text) <= _MAX_ERROR_CHARS
+    return is_short and any(part in text for part in _MAIN_THREAD_ERRORS)
 
 
 class NoAnswer(TimeoutError):
@@ -45,14 +61,11 @@ def late(timeout_s: float | None, seconds: float) -> Outcome:
     return Outcome(error=NoAnswer(f"no answer within {timeout_s:g} seconds"), timed_out=True, seconds=seconds)
 
 
-def call_here(call: Callable[[], Any], timeout_s: float | None, message: str) -> Outcome:
-    """Makes a call on this thread, see `call_within`. Raises KeyboardInterrupt and what ends the run."""
+def call_here(call: Callable[[], Any]) -> Outcome:
+    """Makes a call on this thread, without a deadline. Raises KeyboardInterrupt and what ends the run."""
     began = time.monotonic()
     try:
-        value = call() if timeout_s is None else call_within(timeout_s, call, message)
-        return Outcome(value, seconds=time.monotonic() - began)
-    except DeadlinePassed:
-        return late(timeout_s, time.monotonic() - began)
+        return Outcome(call(), seconds=time.monotonic() - began)
     except (Exception, SystemExit) as error:
         return Outcome(error=error, seconds=time.monotonic() - began)
 

@@ -14,7 +14,7 @@ from typing import Any
 from groupgrad.chat import ToolCall
 from groupgrad.chat.tool_messages import Content, NotJson, cut, render, returned
 from groupgrad.concurrency.callables import function_name, innermost
-from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here
+from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here, needs_main_thread
 from groupgrad.data.values import short_repr
 from groupgrad.envs.schemas import argument_problem, describe, ready_schema
 
@@ -35,12 +35,6 @@ class ToolOptions:
     """Characters of a result for the model; a longer one is cut, with a notice."""
     num_threads: int = 64
     """Plain functions that run at once; the number of async ones has no limit."""
-
-
-_MAIN_THREAD_ERRORS = ("only works in main thread", "There is no current event loop in thread")
-"""Parts of the errors of `signal.signal` and of `asyncio.get_event_loop` on other threads."""
-_MAX_ERROR_CHARS = 400
-"""Longest result that counts as such an error; a tool may find the same words in a page or in the output of code."""
 
 
 @dataclass(slots=True)
@@ -186,7 +180,7 @@ class ToolBox:
         Where that helps, the next calls run on the main thread at once. Warns once of such a tool.
         """
         tool = self._tools.get(call.name)
-        if tool is None or tool.needs_main_thread is False or not _is_main_thread_error(reply.content):
+        if tool is None or tool.needs_main_thread is False or not needs_main_thread(reply.content):
             return reply
         if not _is_main_thread():
             tool.needs_main_thread = False
@@ -200,12 +194,12 @@ class ToolBox:
         repeated: Future[ToolReply] = Future()
         self._start(tool, call.arguments, repeated, None, options)
         if tool.needs_main_thread is None:
-            tool.needs_main_thread = not _is_main_thread_error(repeated.result().content)
+            tool.needs_main_thread = not needs_main_thread(repeated.result().content)
             if tool.needs_main_thread:
                 logger.warning(
-                    "the tool '%s' works on the main thread alone (%s): its calls run there, one after another, while "
-                    "nothing is sampled. Without signals in the tool they run side by side, and tool_timeout_s bounds "
-                    "their time",
+                    "the tool '%s' works on the main thread alone (%s): its calls run there, one after another and "
+                    "without tool_timeout_s, while nothing is sampled. Without signals in the tool they run side by "
+                    "side, and tool_timeout_s bounds their time",
                     *(tool.name, reply.content),
                 )
         return repeated.result()
@@ -248,11 +242,7 @@ class ToolBox:
                 return
             function = tool.function if owner is None else owner.method(tool.name)
             if workers is None:
-                message = (
-                    f"the tool '{tool.name}' did not end within tool_timeout_s={options.timeout_s:g} and could not be "
-                    "interrupted on the main thread; have it end by itself"
-                )
-                finish(call_here(lambda: render_result(function(**arguments)), options.timeout_s, message))
+                finish(call_here(lambda: render_result(function(**arguments))))
                 return
             thread = None if owner is None else owner.thread
             running = workers.call(
@@ -266,11 +256,6 @@ class ToolBox:
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _is_main_thread_error(content: Content) -> bool:
-    is_short = isinstance(content, str) and len(content) <= _MAX_ERROR_CHARS
-    return is_short and any(part in content for part in _MAIN_THREAD_ERRORS)
 
 
 def _reply(tool: Tool, outcome: Outcome, options: ToolOptions) -> ToolReply:

@@ -20,10 +20,10 @@ from groupgrad import dist
 from groupgrad.concurrency.callables import innermost
 from groupgrad.concurrency.deadline import slices
 from groupgrad.concurrency.worker_process import WorkerProcess
-from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here
+from groupgrad.concurrency.workers import Outcome, Workers, call_here
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import CallInputs, CallLog
-from groupgrad.rewards.functions import RewardFunction, call_error
+from groupgrad.rewards.functions import RewardFunction
 from groupgrad.rewards.remote_function import call_logged
 from groupgrad.rewards.supervision import SupervisionOptions
 
@@ -47,13 +47,13 @@ class FunctionCalls:
 
     Async functions run on the event loop of the process. Plain ones run in `options.num_workers` processes, each
     function always in the same, so that what it keeps between calls stays together; without them on the thread that
-    waits. Each attempt has the deadline `options.timeout_s`.
+    waits, or with a deadline on a thread of their own. Each attempt has the deadline `options.timeout_s`.
     """
 
     def __init__(self, functions: Sequence[RewardFunction], options: SupervisionOptions):
         self._options = options
-        self._awaited = Workers()
-        """Runs the async functions."""
+        self._workers = Workers()
+        """Runs the async functions, and plain ones that have a deadline and no process."""
         remote = [function for function in functions if _runs_in_process(function)] if options.num_workers else []
         num_processes = min(options.num_workers, len(remote))
         self._place: dict[int, tuple[WorkerProcess, int]] = {}
@@ -82,7 +82,7 @@ class FunctionCalls:
             return self._in_process(function, arguments, inputs, log)
         if function.is_async:
             return self._on_loop(function.call, arguments)
-        return BegunCall(functools.partial(self._here, function, arguments, inputs), runs_elsewhere=False)
+        return BegunCall(functools.partial(self._here, function, arguments), runs_elsewhere=False)
 
     @property
     def num_workers(self) -> int:
@@ -91,7 +91,7 @@ class FunctionCalls:
 
     def close_workers(self) -> None:
         """Ends the worker processes and the supervision of async functions; the next call starts them again."""
-        self._awaited.close()
+        self._workers.close()
         for process in self._processes:
             process.kill()
 
@@ -138,13 +138,14 @@ class FunctionCalls:
         return BegunCall(finish, lambda: None if future.done() else process.kill())
 
     def _on_loop(self, call: Callable[..., Any], arguments: dict[str, Any]) -> BegunCall:
-        future = self._awaited.call(call, arguments, timeout_s=self._options.timeout_s)
-        return BegunCall(lambda: _wait(future), lambda: None if future.done() else self._awaited.close())
+        future = self._workers.call(call, arguments, timeout_s=self._options.timeout_s)
+        return BegunCall(lambda: _wait(future), lambda: None if future.done() else self._workers.close())
 
-    def _here(self, function: RewardFunction, arguments: dict[str, Any], inputs: CallInputs) -> Outcome:
+    def _here(self, function: RewardFunction, arguments: dict[str, Any]) -> Outcome:
         timeout_s = self._options.timeout_s
-        message = "" if timeout_s is None else str(call_error(NoAnswer(), function.name, inputs, timeout_s=timeout_s))
-        outcome = call_here(lambda: function.call(**arguments), timeout_s, message)
+        if timeout_s is not None:
+            return _wait(self._workers.call(function.call, arguments, timeout_s=timeout_s))
+        outcome = call_here(lambda: function.call(**arguments))
         if inspect.isawaitable(outcome.value):  # a plain function, such as a lambda, around an async one
             return self._on_loop(lambda: outcome.value, {}).finish()
         return outcome

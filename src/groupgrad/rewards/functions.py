@@ -14,7 +14,7 @@ import torch
 from groupgrad import dist
 from groupgrad.concurrency.callables import bound_keywords, function_name, is_async
 from groupgrad.concurrency.worker_process import WorkerDied
-from groupgrad.concurrency.workers import NoAnswer
+from groupgrad.concurrency.workers import NoAnswer, needs_main_thread
 from groupgrad.data.values import real_number, short_repr
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import GROUND_TRUTH_COLUMNS, HIDDEN_COLUMNS, CallInputs, CallLog
@@ -163,6 +163,9 @@ def call_error(
             "reward to go on without these rows"
         )
     where = f"a batch of {len(inputs.rollouts)} rows" if row is None else inputs.describe(row)
+    remedy = ""
+    if needs_main_thread(str(error)):
+        remedy = "; it works on the main thread alone; set reward_workers=1, to have that of a process"
     return RewardError(
-        f"reward function '{name}' failed at step {inputs.step} on {where}: {type(error).__name__}: {error}"
+        f"reward function '{name}' failed at step {inputs.step} on {where}: {type(error).__name__}: {error}{remedy}"
     )
