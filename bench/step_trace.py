@@ -40,7 +40,6 @@ INTERNALS = (
     "scoring/vlm.py",
     "scoring/attention.py",
     "integrations/recurrent/recurrent_layers.py",
-    "integrations/recurrent/stretches.py",
     "scoring/blocks.py",
     "scoring/block_attention.py",
     "scoring/early_gradients.py",

@@ -18,7 +18,6 @@ from groupgrad.integrations.recurrent import recurrent_layers, recurrent_scans
 from groupgrad.integrations.recurrent.recurrent_scans import gated_delta_rule
 from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
-from groupgrad.memory import oom_retry
 from groupgrad.models.recurrent_classes import RECURRENT_FUNCTIONS
 from groupgrad.scoring import recurrence as recurrence_module
 from groupgrad.scoring.attention import unplug
@@ -168,22 +167,13 @@ def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
 COMPILED_SCANS = ("qwen3_5", "olmo_hybrid", "nemotron_h")
 
 
-@pytest.mark.parametrize(
-    ("family", "longest"),
-    [
-        *((family, 10**9) for family in (*COMPILED_SCANS, "lfm2")),
-        *((family, 100) for family in ("qwen3_5", "nemotron_h", "lfm2")),
-    ],
-)
+@pytest.mark.parametrize("family", (*COMPILED_SCANS, "lfm2"))
 def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
-    family: str, longest: int, monkeypatch: pytest.MonkeyPatch
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With rows whole, and in stretches of at most 100 tokens, whose convolutions are PyTorch's."""
     if library() is None:
         pytest.skip(status())
     model, batch, results = make_hybrid(family), batch_of(3), []
-    monkeypatch.setattr(oom_retry, "tokens_per_pass", lambda width: longest)
-    monkeypatch.setattr(recurrent_layers, "STRETCH_TOKENS", longest)
     weights = torch.linspace(-1, 2, batch.num_tokens)
     for is_compiled in (True, False):
         with monkeypatch.context() as patch:
@@ -191,7 +181,7 @@ def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
                 patch.setattr(recurrent_scans, "step_kernels", lambda *_: None)
             elif family in COMPILED_SCANS:
                 patch.setattr(Recurrence, "scan", None)
-            if is_compiled and longest > batch.num_tokens:
+            if is_compiled:
                 patch.setattr(recurrent_scans, "_convolved", None)
             logprobs = score_tokens(model, batch, OPTIONS).logprobs
             results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})

@@ -36,11 +36,11 @@ A block of its own would cost about as much as this padding.
 class TokenSpan:
     """A run of flat tokens that belong to one row, or to a prompt that several rows share.
 
-    Where a pass is cut, into stretches or over ranks, a span is the part that lies there.
+    Where a pass is cut over ranks, a span is the part that lies there.
     """
 
     start: int
-    """Flat place of the first token, among those of its stretch or rank."""
+    """Flat place of the first token, among those of its rank."""
     length: int
     position: int = 0
     """Position of the first token in its row, the prompt counted."""

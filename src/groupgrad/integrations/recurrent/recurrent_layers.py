@@ -2,8 +2,8 @@
 
 The model files of transformers compute recurrences in a few functions (`causal_conv1d_fn`,
 `torch_chunk_gated_delta_rule`, ...), which are globals of the file. Each is wrapped once: the wrapper calls the
-function's counterpart in `recurrent_scans` while a `Recurrence` is active, and the original otherwise. The layers'
-`forward` is wrapped too: the wrapper computes long rows in stretches. No model file is copied.
+function's counterpart in `recurrent_scans` while a `Recurrence` is active, and the original otherwise. No model file is
+copied.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ import torch
 from torch import nn
 
 from groupgrad.integrations.recurrent import recurrent_packages, recurrent_scans
-from groupgrad.integrations.recurrent.stretches import Carried, Stretch, cut
-from groupgrad.memory.oom_retry import STRETCH_TOKENS, is_long
 from groupgrad.models.recurrent_classes import recurrent_classes, recurrent_functions
-from groupgrad.models.shards import is_zero_sharded
 from groupgrad.scoring.recurrence import Recurrence
 
 
@@ -41,9 +38,6 @@ _COUNTERPARTS: dict[str, Callable[..., Any]] = {
 
 
 _wrappers: set[Callable[..., Any]] = set()
-
-_stretches: WeakKeyDictionary[Recurrence, list[Stretch]] = WeakKeyDictionary()
-"""Recurrences of passes whose layers may be cut -> their stretches, made when a long row is computed."""
 
 
 class _Passes(threading.local):
@@ -69,9 +63,6 @@ def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]
     for cls in recurrent_classes(model):
         for name in recurrent_functions(cls):
             _wrap(inspect.unwrap(cls.forward).__globals__, name)
-        _wrap_layer(cls)
-    if type(order) is Recurrence:  # sampling cuts its prompts itself
-        _stretches.setdefault(order, [])
     _running.orders.append(order)
     if keep:
         _kept.pop(model, None)  # the last entry of the dict has to be the last pass
@@ -114,51 +105,3 @@ def _wrap(namespace: dict[str, Any], name: str) -> None:
 
     _wrappers.add(wrapper)
     namespace[name] = wrapper
-
-
-def _wrap_layer(cls: type[nn.Module]) -> None:
-    original = cls.forward
-    if original in _wrappers:
-        return
-
-    @functools.wraps(original)
-    def wrapper(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        order = _present()
-        if order is None:
-            return original(module, hidden_states, *args, **kwargs)
-
-        def compute(states: torch.Tensor) -> Any:
-            return original(module, states, *args, **kwargs)
-
-        if order not in _stretches or not is_long(hidden_states) or is_zero_sharded(module):
-            return compute(hidden_states)  # under ZeRO-3 all ranks have to call the layer's modules equally often
-        can_cut = all(map(_is_for_all_tokens, (*args, *kwargs.values())))
-        return _in_stretches(order, compute, hidden_states) if can_cut else compute(hidden_states)
-
-    _wrappers.add(wrapper)
-    cls.forward = wrapper
-
-
-def _is_for_all_tokens(option: object) -> bool:
-    """True for an argument of a layer that has no value per token, so that every stretch can take it."""
-    return option is None or isinstance(option, (bool, int, float, str))
-
-
-def _in_stretches(order: Recurrence, compute: Callable[[torch.Tensor], Any], hidden_states: torch.Tensor) -> Any:
-    """A layer's output (1, T, H), computed stretch by stretch."""
-    stretches = _stretches[order]
-    if not stretches:
-        stretches += cut(order.spans, STRETCH_TOKENS)
-    outputs: list[Any] = []
-    carried: Carried = []
-    for stretch, states in zip(stretches, hidden_states.split([part.num_tokens for part in stretches], dim=1)):
-        stretch.begin_layer(carried)
-        _running.orders.append(stretch)
-        try:
-            outputs.append(compute(states))
-        finally:
-            _running.orders.pop()
-            stretch.begin_layer([])
-    if isinstance(outputs[0], tuple):
-        return torch.cat([output for output, *_ in outputs], dim=1), *outputs[0][1:]
-    return torch.cat(outputs, dim=1)
