@@ -71,11 +71,6 @@ class MicroBatch:
         """Prompt and completion tokens, each row with its own copy of the prompt."""
         return sum(self.step_rows.num_tokens[row] for row in self.rows)
 
-    @property
-    def max_row_tokens(self) -> int:
-        """Tokens of the longest row, those of its prompt included; 0 without rows."""
-        return max((self.step_rows.num_tokens[row] for row in self.rows), default=0)
-
     @cached_property
     def batch(self) -> Batch:
         """The rows as a batch, on the CPU; losses of all parts of a micro-batch add up to the micro-batch's loss."""

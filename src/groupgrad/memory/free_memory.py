@@ -1,8 +1,10 @@
-"""Free memory of a device, within the limit of the process's container."""
+"""Free memory of a device, within the limit of the process's container, and memory that glibc keeps to itself."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -44,3 +46,47 @@ def _cgroup_free_bytes() -> int:
         except OSError:
             continue
     return 1 << 62
+
+
+_MUCH_FREE = 64 * 2**20
+"""Free bytes of the heap from which on `return_free_memory` returns them; fewer are not worth the new pages."""
+
+
+class _HeapSizes(ctypes.Structure):
+    """glibc's `struct mallinfo2`. `fordblks` is the free bytes of all arenas, also those whose pages were returned."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def return_free_memory() -> None:
+    """Returns the pages of the heap's free blocks to the system, if glibc counts 64 MB or more of them.
+
+    glibc takes tensors of up to 32 MB from one heap, and returns only the heap's end by itself, after the last block in
+    use. A process has its peak in the backward pass: gradients above 32 MB get mappings of their own, and cannot use
+    blocks that the forward pass has left in the heap. The call does nothing with a glibc older than 2.33, without
+    glibc, or where the environment configures glibc's allocator.
+    """
+    library = _glibc()
+    heap_sizes = getattr(library, "mallinfo2", None)
+    if library is not None and heap_sizes is not None:
+        heap_sizes.restype = _HeapSizes
+        if heap_sizes().fordblks >= _MUCH_FREE:
+            library.malloc_trim(0)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library of this process; None if it is not glibc or the environment sets its allocator."""
+    if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ):
+        return None
+    try:
+        library = ctypes.CDLL(None)
+        return library if library.gnu_get_libc_version and library.malloc_trim else None
+    except (OSError, TypeError, AttributeError):  # no such library, or another C library
+        return None

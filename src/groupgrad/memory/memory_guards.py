@@ -11,12 +11,6 @@ from groupgrad.batch import Batch
 from groupgrad.memory.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.models.unwrapping import pretrained
 
-LONG_ROW = 4096
-"""Minimum tokens of a row for which training on a CPU returns the memory of large tensors at once (see `heap.py`).
-
-Shorter rows take little memory, and their passes would take longer.
-"""
-
 LARGE_MODEL = 16_000_000
 """Trained parameters from which on training on a CPU returns free memory of the heap before each backward pass.
 
@@ -65,7 +59,6 @@ def memory_guard(
         prepare=prepare,
         num_ranks=num_ranks,
         is_joint=is_joint,
-        long_row=LONG_ROW if is_cpu else None,
         returns_memory=is_cpu and not is_joint and num_trained >= LARGE_MODEL,
     )
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch
-from groupgrad.memory.heap import large_tensors_mapped, return_free_memory
+from groupgrad.memory.free_memory import return_free_memory
 from groupgrad.memory.oom import collect_what_failed, is_out_of_memory
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, PolicyLoss
 
@@ -68,9 +67,8 @@ class MemoryGuard:
     in each part. `obstacle` is the reason why this run cannot cut micro-batches; with None it can. Micro-batches above
     `max_tokens` are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time.
     Groups are cut only where computing their prompt again costs little. Passes without gradients may have three times
-    as many tokens. `prepare` is called with each batch before its passes with a gradient. On CPUs, a pass with a row of
-    `long_row` tokens or more runs in `large_tensors_mapped`; with `returns_memory`, `return_free_memory` runs before
-    each backward pass.
+    as many tokens. `prepare` is called with each batch before its passes with a gradient. With `returns_memory`,
+    `return_free_memory` runs before each backward pass.
 
     Ranks that make their passes together only cut micro-batches beforehand: a rank that runs out of memory is in the
     middle of collectives, which the others would wait for. `num_ranks` ranks split the tokens of each pass, which has
@@ -88,11 +86,10 @@ class MemoryGuard:
         prepare: Callable[[Batch], None] | None = None,
         num_ranks: int = 1,
         is_joint: bool = False,
-        long_row: int | None = None,
         returns_memory: bool = False,
     ):
         self._clear, self._obstacle, self._prepare, self._num_ranks = clear, obstacle, prepare, num_ranks
-        self._is_joint, self._long_row, self._returns_memory = is_joint, long_row, returns_memory
+        self._is_joint, self._returns_memory = is_joint, returns_memory
         self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens * num_ranks
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
@@ -140,15 +137,15 @@ class MemoryGuard:
     ) -> tuple[PolicyLoss | None, bool]:
         """The detached loss, or None if memory ran out; False if a failed backward pass may have added to gradients."""
         gradients_are_valid, result = True, None
-        passes = self._passes_of(part)
+        if part.passes == FORWARD_AND_BACKWARD and self._prepare is not None:
+            self._prepare(part.batch)
         try:
-            with passes:
-                result = forward(part)
-                if part.passes == FORWARD_AND_BACKWARD:
-                    gradients_are_valid = False
-                    if self._returns_memory:
-                        return_free_memory()
-                    backward(result.loss, is_last)
+            result = forward(part)
+            if part.passes == FORWARD_AND_BACKWARD:
+                gradients_are_valid = False
+                if self._returns_memory:
+                    return_free_memory()
+                backward(result.loss, is_last)
             return replace(result, loss=result.loss.detach()), True
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -158,15 +155,6 @@ class MemoryGuard:
         result = None  # its graph, and the exception with the frames of the failed pass, are gone now
         collect_what_failed()
         return None, gradients_are_valid
-
-    def _passes_of(self, part: MicroBatch) -> AbstractContextManager[None]:
-        """Prepares for a part; the context of its passes."""
-        if part.passes != FORWARD_AND_BACKWARD:
-            return nullcontext()
-        if self._prepare is not None:
-            self._prepare(part.batch)
-        is_long = self._long_row is not None and part.max_row_tokens >= self._long_row
-        return large_tensors_mapped() if is_long else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """The learned size."""

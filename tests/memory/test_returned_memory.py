@@ -1,4 +1,4 @@
-"""Memory of tensors that are gone is given back, at once in passes over long rows, and before a backward pass."""
+"""Memory of tensors that are gone is given back before a backward pass."""
 
 from __future__ import annotations
 
@@ -12,48 +12,15 @@ from bigram_step import as_step
 from groupgrad import GRPOConfig
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
-from groupgrad.memory import heap, memory_guards, oom_retry
+from groupgrad.memory import free_memory, memory_guards, oom_retry
 from groupgrad.memory.memory_guards import memory_guard
 from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.objectives import OnPolicyInfo, PolicyLoss, PolicyOptions
 
-SCRIPT = """
-import torch
-from groupgrad.memory.heap import large_tensors_mapped
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 // 2**20
-
-def left():
-    before = resident()
-    blocks = [(torch.ones(2 * 2**20), torch.ones(2**10)) for _ in range(16)]  # 8 MB and 4 KB in turn
-    kept = [small for _, small in blocks]
-    del blocks
-    return resident() - before, kept
-
-torch.empty(2**23 - 2**11)  # freed: from here on glibc takes blocks of nearly 32 MB from the heap
-filled = [torch.empty(2**10) for _ in range(2**13)]  # gaps that imports left, where the small ones would go
-with large_tensors_mapped():
-    inside, kept = left()
-outside, others = left()
-print(inside, outside)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(heap._glibc() is None, reason="glibc's allocator alone, where the environment does not set it")
-def test_large_tensors_between_small_ones_are_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    inside, outside = map(int, done.stdout.split())
-    assert inside < 16  # megabytes of 128
-    assert outside > 64  # as ever, once the setting is undone
-
-
 FREE = """
 import sys
 import torch
-from groupgrad.memory.heap import return_free_memory
+from groupgrad.memory.free_memory import return_free_memory
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -72,7 +39,9 @@ print(left, resident() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(heap._glibc(), "mallinfo2"), reason="glibc 2.33 or newer alone says how much is free")
+@pytest.mark.skipif(
+    not hasattr(free_memory._glibc(), "mallinfo2"), reason="glibc 2.33 or newer alone says how much is free"
+)
 def test_free_blocks_of_the_heap_are_given_back_where_they_are_many() -> None:
     def megabytes(blocks: int) -> list[int]:
         command = [sys.executable, "-c", FREE, str(blocks)]
@@ -110,17 +79,3 @@ def test_only_guards_of_large_models_return_free_memory(policy, sample, monkeypa
         returned.clear()
         train(guard, parts)
         assert bool(returned) == expected
-
-
-def test_only_passes_over_long_rows_map_their_tensors(policy, sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[int] = []
-    inner = oom_retry.large_tensors_mapped
-    monkeypatch.setattr(oom_retry, "large_tensors_mapped", lambda: entered.append(1) or inner())
-    batch, parts = step_of(policy, sample)
-    longest = max(part.max_row_tokens for part in parts)
-    lengths = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
-    assert longest == int(lengths.max())
-    for limit, expected in ((longest, True), (longest + 1, False), (None, False)):
-        entered.clear()
-        train(MemoryGuard(policy.zero_grad, long_row=limit), parts)
-        assert bool(entered) == expected
