@@ -148,13 +148,11 @@ def same(value): return value
     assert score(reward, [code], [tests]) == ([1.0], [None])
 
 
-def test_classes_named_tuples_and_errors_of_the_code_are_known_to_a_test(reward):
+def test_classes_and_errors_of_the_code_are_known_to_a_test(reward):
     code = """
-from collections import namedtuple
 class Animal:
     "An animal."
 class Dog(Animal): pass
-Point = namedtuple("Point", "x y")
 class TooLow(ValueError):
     def __init__(self, need):
         super().__init__(f"need {need}")
@@ -165,41 +163,11 @@ def fail(kind): raise {"low": TooLow(3), "key": KeyError("k"), "own": Own("o")}[
     tests = [
         "assert isinstance(Dog(), Animal) and not isinstance(Animal(), Dog) and not isinstance(3, Dog)",
         "assert issubclass(Dog, Animal) and Animal.__doc__ == 'An animal.'",
-        "point = Point(1, [2])\nassert point == (1, [2]) and point.y == [2] and point._asdict() == {'x': 1, 'y': [2]}",
         caught.format("low", "ValueError", "need 3"),
         caught.format("key", "KeyError", "k"),
         caught.format("own", "RuntimeError", "Own: o"),
     ]
     assert score(reward, [code], [tests]) == ([1.0], [None])
-
-
-def test_asynchronous_code_is_awaited(reward):
-    code = """
-import asyncio
-class Counter:
-    def __init__(self): self.lock, self.count = asyncio.Lock(), 0
-    async def add(self):
-        async with self.lock:
-            await asyncio.sleep(0)
-            self.count += 1
-async def half(x):
-    await asyncio.sleep(0)
-    if x % 2: raise ValueError(x)
-    return x // 2
-async def up_to(n):
-    for i in range(n): yield i
-"""
-    head = "import asyncio\n"
-    tests = [
-        head + "assert asyncio.run(half(4)) == 2",
-        head + "async def main():\n    assert await asyncio.gather(half(2), half(4)) == [1, 2]\nasyncio.run(main())",
-        head + "async def main():\n    return [i async for i in up_to(3)]\nassert asyncio.run(main()) == [0, 1, 2]",
-        head + "try:\n    asyncio.run(half(3))\n    assert False\nexcept ValueError:\n    pass",
-        head + "async def main():\n    c = Counter()\n    await asyncio.gather(c.add(), c.add())\n"
-        "    assert c.count == 2\nasyncio.run(main())",
-    ]
-    wrong = "async def half(x): return 7"
-    assert score(reward, [code, wrong], [tests, tests[:1]])[0] == [1.0, 0.0]
 
 
 def test_type_hints_of_code_and_tests_are_evaluated(reward):
@@ -220,13 +188,11 @@ def test_unit_tests_are_run(reward):
 
 UNCALLED = [
     "def test_half():\n    assert half(4) == 2",
-    "async def test_half():\n    assert half(4) == 2",
     "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.x = 4\n"
     "    def test(self): self.assertEqual(half(self.x), 2)",
     "import unittest\nclass Base(unittest.TestCase):\n    def test(self): assert half(4) == 2\nclass T(Base): pass",
     "from unittest import TestCase, mock\nclass T(TestCase):\n    @mock.patch('builtins.input')\n"
     "    def test(self, answer): self.assertEqual(half(4), 2)",
-    "class TestHalf:\n    def setup_method(self): self.x = 4\n    def test_half(self): assert half(self.x) == 2",
 ]
 
 
@@ -242,6 +208,9 @@ def test_test_functions_and_classes_that_a_text_does_not_call_are_run(reward):
 def test_a_text_that_calls_nothing_ends_the_run(reward):
     for text, problem in (
         ("LIMIT = 3\ndef check(candidate):\n    assert candidate(4) == 2", "defines check and calls nothing"),
+        ("class TestHalf:\n    def test_half(self): assert half(4) == 2", "defines TestHalf and calls nothing"),
+        ("import asyncio\nassert asyncio.run(half(4)) == 2", "is asynchronous; write one that calls plain"),
+        ("async def test_half():\n    assert await half(4) == 2", "is asynchronous; write one that calls plain"),
         ("def test_half(value):\n    assert half(value) == 2", "has test_half, whose argument 'value' only pytest"),
         (
             "import pytest\n@pytest.mark.parametrize('x', [4])\ndef test_half(x):\n    assert half(x) == 2",

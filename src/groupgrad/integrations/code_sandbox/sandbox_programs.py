@@ -78,6 +78,9 @@ def run_tests(tests: list[str]) -> None:
             continue
         why = ""
         try:
+            nodes = list(ast.walk(tree))
+            if any(isinstance(node, ast.AsyncFunctionDef) or getattr(node, "id", "") == "asyncio" for node in nodes):
+                raise NoTest("is asynchronous; write one that calls plain functions of the code")
             scope = _scope_of_test(tree, hello, peer)
             exec(program, scope)
             _run_uncalled_tests(tree, scope)
@@ -164,8 +167,6 @@ class Peer:
             return [self.encode(item) for item in value]
         if isinstance(value, dict):
             return {"dict": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
-        if isinstance(value, tuple) and isinstance(names := getattr(value, "_fields", None), tuple):
-            return {"named": [type(value).__name__, list(names), list(map(self.encode, value))]}
         if type(value) is Remote:
             return {"yours": object.__getattribute__(value, "_number")}
         for kind in type(value).__mro__:
@@ -175,7 +176,7 @@ class Peer:
         if type(value).__module__ == "numpy" and (plain := getattr(value, "tolist", None)):
             return self.encode(plain())
         self.objects.append(value)
-        return {"coroutine" if isinstance(value, types.CoroutineType) else "mine": len(self.objects) - 1}
+        return {"mine": len(self.objects) - 1}
 
     def decode(self, value: Any) -> Any:
         """The inverse. Whatever arrives, the result consists of plain values and `Remote`s."""
@@ -186,25 +187,14 @@ class Peer:
         ((kind, content),) = value.items()
         if kind == "dict":
             return {self.decode(key): self.decode(item) for key, item in content}
-        if kind == "named":
-            import collections
-
-            name, names, items = content
-            return collections.namedtuple(str(name), list(map(str, names)))(*map(self.decode, items))
         if kind == "yours":
             return self.objects[content]
         if kind == "mine":
             return Remote(self, int(content))
-        if kind == "coroutine":
-            return self._awaited(Remote(self, int(content)))
         module, parts, method = FORMS[kind]
         made = getattr(importlib.import_module(module), kind)
         items = [self.decode(item) for item in content]
         return made(items) if parts is list else (getattr(made, method) if method else made)(*items)
-
-    async def _awaited(self, coroutine: Any) -> Any:
-        """Stands for a coroutine of the other side, which runs there, to its end, once this one is awaited."""
-        return self.ask("await", coroutine)
 
 
 class Remote:
@@ -234,9 +224,6 @@ class Remote:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._ask("call", list(arguments), keywords)
 
-    async def __anext__(self) -> Any:
-        return self._ask("anext")
-
     def __instancecheck__(self, instance: Any) -> bool:
         return type(instance) is Remote and self._ask("isinstance", instance)
 
@@ -260,23 +247,11 @@ def _binary(name: str) -> Callable[[Remote, Any], Any]:
     return ask
 
 
-for _name in ("getitem", "setitem", "iter", "next", "aiter", "len", "bool", "str", "repr"):
+for _name in ("getitem", "setitem", "iter", "next", "len", "bool", "str", "repr"):
     setattr(Remote, f"__{_name}__", _forwarded(_name))
 for _name in BINARY:
     setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name))
 Remote.__doc__ = property(lambda self: self._ask("getattr", "__doc__"))  # pyright: ignore[reportAttributeAccessIssue]
-
-_LOOPS: list[Any] = []
-
-
-def _await(awaitable: Any) -> Any:
-    """The value of an awaitable. All of them run on one event loop, which locks and queues of the code belong to."""
-    import asyncio
-
-    if not _LOOPS:
-        _LOOPS.append(asyncio.new_event_loop())
-    return _LOOPS[0].run_until_complete(awaitable)
-
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in BINARY},
@@ -289,9 +264,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     # A list's or dict's iterator has no plain form, so that it is read one item at a time.
     "iter": iter,
     "next": next,
-    "await": _await,
-    "aiter": aiter,
-    "anext": lambda iterator: _await(anext(iterator)),
     "len": len,
     "bool": bool,
     "isinstance": lambda kind, value: isinstance(value, kind),
@@ -314,16 +286,16 @@ def _run_uncalled_tests(tree: Any, scope: dict[str, Any]) -> None:
     import ast
 
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    definitions = (ast.FunctionDef, ast.ClassDef)
     defined = [node.name for node in tree.body if isinstance(node, definitions)]
-    tests = [scope[name] for name in defined if name not in used and name in scope and _test_names(name, scope[name])]
+    tests = [scope[name] for name in defined if name not in used and _is_test(name, scope.get(name))]
     if defined and not tests and all(map(_is_declaration, tree.body)):
         names = " and ".join(defined)
         raise NoTest(f"defines {names} and calls nothing, so that every code passes it; end it with the call")
     for test in tests:
         if not isinstance(test, type):
             _call(test)
-        elif hasattr(test, "assertEqual"):
+        else:
             import unittest
 
             result = unittest.TestResult()
@@ -332,16 +304,11 @@ def _run_uncalled_tests(tree: Any, scope: dict[str, Any]) -> None:
                 raise AssertionError(f"{case.id()}: {trace.strip().splitlines()[-1]}")
             if result.unexpectedSuccesses:
                 raise AssertionError(f"{result.unexpectedSuccesses[0].id()}: expected to fail, and passed")
-        else:
-            for name in _test_names("", test):
-                instance = test()
-                getattr(instance, "setup_method", lambda: None)()
-                _call(getattr(instance, name))
 
 
-def _test_names(name: str, value: Any) -> list[str]:
-    """The name of a test function, or those of the test methods of a class."""
-    return [each for each in (dir(value) if isinstance(value, type) else [name]) if each.startswith("test")]
+def _is_test(name: str, value: Any) -> bool:
+    """True for a test function and for a test case of unittest."""
+    return hasattr(value, "assertEqual") if isinstance(value, type) else name.startswith("test") and callable(value)
 
 
 def _call(function: Callable[[], Any]) -> None:
@@ -354,21 +321,17 @@ def _call(function: Callable[[], Any]) -> None:
                 f"has {function.__name__}, whose argument {name!r} only pytest could fill; write a test without "
                 "arguments"
             )
-    returned = function()
-    if isinstance(returned, types.CoroutineType):
-        import asyncio
-
-        asyncio.run(returned)
+    function()
 
 
 def _is_declaration(statement: Any) -> bool:
     """True for a statement that runs nothing: a definition, an import, or a name for a constant."""
     import ast
 
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return not statement.decorator_list
     if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
-        return not any(isinstance(node, (ast.Call, ast.Await)) for node in ast.walk(statement))
+        return not any(isinstance(node, ast.Call) for node in ast.walk(statement))
     return isinstance(statement, (ast.Import, ast.ImportFrom, ast.Pass))
 
 
