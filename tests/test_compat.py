@@ -33,10 +33,9 @@ def test_unsupported_versions(monkeypatch):
     [
         ("0.32.0", []),
         ("0.32.1.post1", []),
-        ("0.30.0", []),
-        ("0.21.0", ["vllm 0.21.0 was not tested: groupgrad is tested with releases from 0.30 on, below 0.33"]),
-        ("0.29.2", ["vllm 0.29.2 was not tested: groupgrad is tested with releases from 0.30 on, below 0.33"]),
-        ("0.33.0", ["vllm 0.33.0 was not tested: groupgrad is tested with releases from 0.30 on, below 0.33"]),
+        ("0.21.0", ["vllm 0.21.0 was not tested: groupgrad is tested with releases from 0.32 on, below 0.33"]),
+        ("0.31.2", ["vllm 0.31.2 was not tested: groupgrad is tested with releases from 0.32 on, below 0.33"]),
+        ("0.33.0", ["vllm 0.33.0 was not tested: groupgrad is tested with releases from 0.32 on, below 0.33"]),
     ],
 )
 def test_a_release_that_was_not_tested_is_one_warning(version, problems, monkeypatch):

@@ -45,7 +45,7 @@ SUPPORTED: dict[str, Supported] = {
     "pyarrow": Supported("15"),
     "peft": Supported("0.20", extra="peft"),
     "math-verify": Supported("0.7", extra="math"),
-    "vllm": Supported(tested=("0.30", "0.33"), extra="vllm"),
+    "vllm": Supported(tested=("0.32", "0.33"), extra="vllm"),
     "bitsandbytes": Supported("0.45", extra="quant"),
     "deepspeed": Supported("0.16", extra="deepspeed"),
     "gguf": Supported("0.10", extra="real"),
@@ -133,12 +133,6 @@ def parse_response(tokenizer: Any, text: str, *, prefix: str, tools: list[dict[s
     parameters = inspect.signature(tokenizer.parse_response).parameters
     takes_tools = any(it.name == "tools" or it.kind is it.VAR_KEYWORD for it in parameters.values())
     return tokenizer.parse_response(text, prefix=prefix, **({"tools": tools} if takes_tools else {}))
-
-
-def vllm_records_versions() -> bool:
-    """True if vLLM records the weight version with each token that it samples, as it does from 0.32 on."""
-    installed = installed_version("vllm")
-    return installed is None or version_key(installed) >= (0, 32)
 
 
 def image_placeholder(processor: Any) -> str | None:

@@ -10,7 +10,6 @@ import pytest
 from datasets import Dataset
 from simulated_server import SimulatedServer, pretend_vllm, servers_of
 
-from groupgrad import compat
 from groupgrad.integrations.vllm.http import store_new_key
 
 
@@ -67,17 +66,6 @@ def test_a_run_goes_on_when_one_of_its_servers_dies(servers: list[SimulatedServe
     trainer = train(reward, vllm_server_base_url=urls)
     assert trainer.state.global_step == 3 and reward.texts == alone.texts
     assert [len(server.engine.sampled) for server in servers] == [52, 16, 4]
-
-
-def test_rows_do_not_go_on_where_vllm_records_no_versions(
-    servers: list[SimulatedServer], train: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = compat.installed_version
-    monkeypatch.setattr(compat, "installed_version", lambda name: "0.31.0" if name == "vllm" else installed(name))
-    where = {"vllm_server_base_url": servers[0].url, "rollout_ahead": 2}
-    train(Reward(), **where)
-    with pytest.raises(ValueError, match=r"vllm_in_flight_updates=True, but .* runs vLLM 0\.31\.0, which does not"):
-        train(Reward(), vllm_in_flight_updates=True, **where)
 
 
 def test_a_script_without_a_key_finds_that_of_a_server_on_its_machine(

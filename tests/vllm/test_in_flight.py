@@ -16,13 +16,9 @@ from sampling_thread import Sampling
 from vllm_training import LARGE, logged, make_trainer
 from waiting import until
 
-from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.integrations.vllm.http import ServerRefused
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 
-RECORDS = compat.vllm_records_versions()
-records_versions = pytest.mark.skipif(not RECORDS, reason="vLLM records the weights of each token from 0.32 on")
 OPTIONS = SamplingOptions(max_new_tokens=120, eos_ids=())
 PROMPT = [4 + number % 80 for number in range(300)]
 """Longer than a block of vLLM's prefix cache."""
@@ -58,15 +54,6 @@ def check(models: list[Any], rows: list[Request], samples: list[Sample]) -> None
         assert gap < 1e-4, (row.seed, versions.count(0), float(gap))
 
 
-@pytest.mark.skipif(RECORDS, reason="this vLLM records the weights of each token")
-def test_a_vllm_that_records_no_versions_keeps_no_rows(server: Served, policy: Any) -> None:
-    engine = server.engine()
-    engine.push(policy, 0)
-    with pytest.raises(ServerRefused, match=r"vLLM 0\.\S+ does not record which weights have sampled a token"):
-        engine.push(policy, 1, keeps_rows=True)
-
-
-@records_versions
 def test_tokens_before_and_after_a_push_are_of_the_weights_that_they_name(server: Served, policy: Any) -> None:
     engine = server.engine()
     engine.connect(policy, num_tokens=128, options=OPTIONS)
@@ -96,7 +83,6 @@ def test_tokens_before_and_after_a_push_are_of_the_weights_that_they_name(server
     check([None, None, None, policy], rows[:1], [again])
 
 
-@records_versions
 def test_rows_that_begin_after_a_push_take_nothing_from_rows_before_it(
     large_server: Callable[[], Served], make_model: Any
 ) -> None:
@@ -121,7 +107,6 @@ def test_rows_that_begin_after_a_push_take_nothing_from_rows_before_it(
     assert set(samples[1].policy_versions or []) == {0, 1}
 
 
-@records_versions
 def test_a_run_with_updates_in_flight_trains_on_each_tokens_own_weights(
     large_server: Callable[[], Served], make_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

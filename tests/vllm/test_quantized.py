@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 from real_vllm import OPTIONS, Served, mean_difference, requests, vary
 
-from groupgrad import compat
-
 
 @pytest.mark.slow
-@pytest.mark.skipif(not compat.vllm_records_versions(), reason="vLLM 0.32 names its quantizations in this way")
 def test_each_push_is_quantized(serve: Callable[..., Served], policy: Any) -> None:
     engine = serve("--dtype", "bfloat16", "--quantization", "fp8_per_channel").start().engine()
     rows = requests()

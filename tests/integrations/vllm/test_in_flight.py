@@ -13,7 +13,6 @@ from sampling_thread import Sampling
 from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
 from waiting import until
 
-from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.integrations.vllm.http import ServerRefused, Stream, call
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
@@ -120,19 +119,6 @@ def test_rows_that_an_unfinished_push_has_paused_end_after_the_next_one(
     resets = server.engine.num_resets
     VLLMPolicy(engine, model).refresh(2)
     assert server.engine.num_resets == resets + 1
-
-
-def test_a_vllm_that_records_no_versions_keeps_no_rows(
-    servers: list[SimulatedServer], model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "installed_version", lambda name: "0.31.0")
-    engine = servers[0].engine_of()
-    version = engine.push(model, 0)
-    assert engine.info["records_versions"] is False
-    with pytest.raises(ServerRefused, match=r"vLLM 0\.31\.0 does not record which weights have sampled a token"):
-        engine.push(model, 1, keeps_rows=True)
-    info = call(servers[0].address, "info", timeout_s=5.0)
-    assert info["complete"] and info["weight_version"] == version
 
 
 @pytest.mark.parametrize("keeps_rows", [True, False])

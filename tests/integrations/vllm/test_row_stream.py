@@ -25,7 +25,7 @@ class Engine:
     def __init__(self, *versions: str) -> None:
         self.prompts: list[dict[str, Any]] = []
         self.versions = [SimpleNamespace(version=v, start=i, end=i + 1) for i, v in enumerate(versions or ["0-a"])]
-        self.num_tokens, self.keeps_record = len(self.versions), True
+        self.num_tokens = len(self.versions)
 
     async def generate(self, prompt: Any, params: Any, name: str, *, lora_request: Any) -> AsyncIterator[Any]:
         self.prompts.append(prompt)
@@ -34,8 +34,7 @@ class Engine:
         count = self.num_tokens
         part = SimpleNamespace(token_ids=[4] * count, finish_reason="length")
         part.logprobs = [{4: SimpleNamespace(logprob=-0.5)}] * count
-        if self.keeps_record:
-            part.weight_versions = self.versions
+        part.weight_versions = self.versions
         yield SimpleNamespace(outputs=[part], prompt_token_ids=expanded)
 
 
@@ -77,15 +76,6 @@ def test_a_row_ends_with_its_ids_and_log_probs() -> None:
 def test_a_row_names_the_weights_that_vllm_has_sampled_it_from() -> None:
     found = [stream_lines(Engine(*versions), prompts=[[5]], rows=[row(3, 0)]) for versions in (["1-b"], ["0-a", "1-b"])]
     assert [lines[3]["weight_versions"] for lines in found] == [[["1-b", 1]], [["0-a", 1], ["1-b", 1]]]
-
-
-def test_rows_of_a_vllm_that_keeps_no_record_name_the_servers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.31 and earlier, where no push keeps rows."""
-    monkeypatch.setattr(rows_module.compat, "installed_version", lambda name: "0.31.0")
-    engine = Engine("0-a", "0-a")
-    engine.keeps_record = False
-    lines = stream_lines(engine, prompts=[[5]], rows=[row(3, 0)])
-    assert lines[3]["weight_versions"] == [["0-a", 2]]
 
 
 def test_a_record_that_lacks_a_token_fails_its_row() -> None:

@@ -223,8 +223,7 @@ class ColocateSession(TicketSession):
         """The sample of a finished row, checked."""
         check_prompt(request.prompt_ids, output.prompt_token_ids)
         part = output.outputs[0]
-        # vLLM's own record, which it has from 0.32 on.
-        versions = [span.version for span in getattr(part, "weight_versions", None) or ()]
+        versions = [span.version for span in part.weight_versions or ()]  # a row without tokens has none
         if any(version != self._weight_version for version in versions):
             raise RuntimeError(f"row {ticket} was sampled from the weights {versions}, not {self._weight_version!r}")
         ids = list(part.token_ids)

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad import compat
 from groupgrad.integrations.vllm.media import check_prompt, vllm_prompt
 from groupgrad.integrations.vllm.vllm_params import sampled_logprobs, sampling_params, version_counts
 
@@ -92,11 +91,7 @@ class RowStream:
                 line["finish_reason"] = part.finish_reason
                 # vLLM's own record, at the end of a row; a row without tokens has none.
                 spans = getattr(part, "weight_versions", None) or ()
-            if compat.vllm_records_versions():
-                versions = version_counts(spans, len(ids))
-            else:  # then no push keeps rows, so the weights of a row are those at its end
-                versions = [(self._weights.version, len(ids))]
-            line |= {"ids": ids, "logprobs": logprobs, "weight_versions": versions}
+            line |= {"ids": ids, "logprobs": logprobs, "weight_versions": version_counts(spans, len(ids))}
         except Exception as error:  # reported to the trainer, as the failure of this row alone
             line["error"] = f"{type(error).__name__}: {error}"
         self._lines.put_nowait(line)

@@ -204,7 +204,6 @@ class Routes:
             "release": __version__,
             "num_processes": getattr(parallel, "_api_process_count", 1),
             "vllm": _vllm_version(),
-            "records_versions": compat.vllm_records_versions(),
             "backend": None if transfer is None else transfer.backend,
             "model": config.model,
             "sizes": model_sizes(config.hf_config),
@@ -257,9 +256,6 @@ class Routes:
         body, weights = dict(await request.json()), self._weights
         version, timeout_s = body["weight_version"], float(body["timeout_s"])
         specs, keeps_rows = specs_from_json(body["tensors"]), body.get("keeps_rows", False)
-        if keeps_rows and not compat.vllm_records_versions():
-            story = "does not record which weights have sampled a token, so no push keeps rows"
-            raise Refusal(400, f"vLLM {_vllm_version()} {story}")
         async with weights.lock:
             # A push that broke off may have left rows paused. None of them ends before this push, so it keeps them too.
             keeps_rows = keeps_rows or weights.is_paused

@@ -69,12 +69,6 @@ def _server_policy(config: GRPOConfig, model: nn.Module, sampling: SamplingOptio
     )
     place = ", ".join(map(str, addresses))
     engine.connect(model, num_tokens=sampling.max_new_tokens + 1, options=sampling)
-    if config.vllm_in_flight_updates and not engine.info.get("records_versions", True):
-        raise ValueError(
-            f"vllm_in_flight_updates=True, but the vLLM server {place} runs vLLM {engine.info['vllm']}, which does not "
-            "record which weights have sampled a token; start it with vLLM 0.32 or later, or set "
-            "vllm_in_flight_updates=False"
-        )
     is_plain = engine.plain_logprobs(sampling)
     best_mode = logprobs_mode(vllm_fields(config))
     if config.vllm_importance_sampling_correction and best_mode is not None and not is_plain:
