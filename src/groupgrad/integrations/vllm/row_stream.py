@@ -13,7 +13,7 @@ from groupgrad.integrations.vllm.media import check_prompt, vllm_prompt
 from groupgrad.integrations.vllm.vllm_params import sampled_logprobs, sampling_params, version_counts
 
 HEARTBEAT_S = 1.0
-"""Seconds between heartbeat lines while no row ends."""
+"""Seconds between heartbeat lines while tokens are sampled and no row ends."""
 
 
 @dataclass(slots=True)
@@ -53,15 +53,17 @@ class RowStream:
         """One line of JSON for each ended row: `ids`, `logprobs`, `finish_reason` and `weight_versions`, or an `error`.
 
         `weight_versions` are pairs of a version and the number of consecutive tokens that its weights have sampled.
-        Heartbeat lines in between have `num_tokens`, the tokens that the server has sampled so far.
+        Empty objects in between say that the server has sampled tokens; where nothing is sampled, nothing is said.
         """
-        num_left = len(self._tasks)
+        num_left, num_tokens = len(self._tasks), self._load.num_tokens
         while num_left:
             try:
                 line = await asyncio.wait_for(self._lines.get(), HEARTBEAT_S)
                 num_left -= 1
             except asyncio.TimeoutError:
-                line = {"num_tokens": self._load.num_tokens}
+                if self._load.num_tokens == num_tokens:
+                    continue
+                line, num_tokens = {}, self._load.num_tokens
             yield json.dumps(line).encode() + b"\n"
 
     def abort(self) -> None:

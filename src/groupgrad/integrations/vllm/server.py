@@ -4,7 +4,7 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 
 - GET `/groupgrad/info`: the model, this start of the server, and its weights.
 - POST `/groupgrad/check`: reject sampling options that vLLM refuses.
-- POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and a heartbeat every second.
+- POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and a heartbeat while tokens come.
 - POST `/groupgrad/init`: a trainer meets the workers.
 - POST `/groupgrad/start`, `/groupgrad/update`, `/groupgrad/finish`: a push of weights, a bucket for each `update`.
 - POST `/groupgrad/adapter`: a push of an adapter.

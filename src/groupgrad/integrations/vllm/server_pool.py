@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -330,12 +330,6 @@ class _Call:
     stream: Stream
     tickets: set[int]
     """Its rows that have not ended."""
-    num_tokens: int = 0
-    """Tokens that the server has sampled for all its clients, by its last heartbeat."""
-    last_progress: float = field(default_factory=time.monotonic)
-    """When a token was last sampled."""
-    heard_at: float = 0.0
-    """When a line last came."""
 
 
 class PoolSession(TicketSession):
@@ -377,12 +371,17 @@ class PoolSession(TicketSession):
                 self._read_line(call, event, ended)
             elif isinstance(event, ServerRefused) and event.status == 400:
                 raise ValueError(str(event))
+            elif isinstance(event, ServerTimeout) and len(self._pool.members) == 1 and self._answers(call.server):
+                raise TimeoutError(  # so there is no other start of it to wait for
+                    f"the vLLM server {call.server.address} sampled no token for {self._pool.timeout_s:g} s; "
+                    f"{open_rows({ticket: self._open[ticket] for ticket in call.tickets})}. It answers, so its workers "
+                    "hang: look into its output, or raise vllm_server_timeout"
+                )
             elif event is not None or call.tickets:
                 story = f"sampling {len(call.tickets)} rows failed: {event or 'its answer ended before all rows had'}"
                 self._lose(call.server, ConnectionError(story))
             else:
                 self._calls.remove(call)
-        self._check_progress()
         for ticket in ended:
             del self._open[ticket]
         return sorted(ended.items())
@@ -456,11 +455,8 @@ class PoolSession(TicketSession):
             return events
 
     def _read_line(self, call: _Call, line: dict[str, Any], ended: dict[int, Sample]) -> None:
-        call.heard_at = time.monotonic()
         if "row" not in line:
-            if line["num_tokens"] != call.num_tokens:
-                call.num_tokens, call.last_progress = line["num_tokens"], call.heard_at
-            return
+            return  # tokens have come
         ticket = line["row"]
         if "error" in line:
             if any(word in line["error"] for word in _ENGINE_DIED):
@@ -471,7 +467,7 @@ class PoolSession(TicketSession):
         if line["finish_reason"] not in FINISH_REASONS:
             return  # aborted by the server: as for an engine that died
         call.tickets.remove(ticket)
-        call.last_progress, call.server.failures = call.heard_at, 0
+        call.server.failures = 0
         steps = self._policy_steps(ticket, line["weight_versions"])
         ended[ticket] = Sample(
             line["ids"], FINISH_REASONS[line["finish_reason"]], line["logprobs"], policy_versions=steps
@@ -487,20 +483,11 @@ class PoolSession(TicketSession):
             )
         return [policy_step_of(version) for version, count in weight_versions for _ in range(count)]
 
-    def _check_progress(self) -> None:
-        """Loses servers that answer and sample no token for `timeout_s`; TimeoutError if there is no other."""
-        timeout_s = self._pool.timeout_s
-        for call in list(self._calls):
-            # A server that has been silent since then is left to the time limit of the call itself.
-            if time.monotonic() - call.last_progress > timeout_s and call.heard_at > call.last_progress:
-                error = TimeoutError(
-                    f"the vLLM server {call.server.address} sampled no token for {timeout_s:g} s; "
-                    f"{open_rows({ticket: self._open[ticket] for ticket in call.tickets})}. It answers, so its workers "
-                    "hang: look into its output, or raise vllm_server_timeout"
-                )
-                if len(self._pool.members) == 1:
-                    raise error  # it answers, so there is no other start of it to wait for
-                self._lose(call.server, error)
+    def _answers(self, server: ServerClient) -> bool:
+        try:
+            return bool(server.look())
+        except _LOSSES:
+            return False
 
     def _lose(self, server: ServerClient, error: Exception) -> None:
         self._pool.lose(server, error)

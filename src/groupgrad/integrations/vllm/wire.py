@@ -27,7 +27,7 @@ TRANSFER_CONFIG = json.dumps({"backend": BACKEND})
 FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", "groupgrad.integrations.vllm.server.Routes")
 """Arguments that make `vllm serve` a server for groupgrad's trainers."""
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the routes under `/groupgrad` and of their payloads.
 
 Raise it by one with each change that an older trainer or server would misread.
