@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,63 +127,40 @@ def load_adapter(base: nn.Module, adapter_id: str, *, revision: str | None = Non
 
 @contextmanager
 def dora_scales_kept(model: nn.Module) -> Iterator[None]:
-    """Inside, each DoRA layer computes the scale of its outputs once; the weights must not change meanwhile.
+    """Inside, each DoRA layer computes the norm of its weights once; the weights must not change meanwhile.
 
     peft computes it in every pass, from the product of A and B: a decode step of few tokens takes ten times as long.
     Its own `DoraCaching` would keep that product too, which is as large as the weight.
     """
     dora = sys.modules.get("peft.tuners.lora.dora")
     layers: list[Any] = [] if dora is None else [part for part in model.modules() if type(part) is dora.DoraLinearLayer]
-    layers = [layer for layer in layers if "forward" not in vars(layer)]
+    layers = [layer for layer in layers if "get_weight_norm" not in vars(layer)]
     for layer in layers:
-        vars(layer)["forward"] = _KeptScale(layer)  # `setattr` searches for parameters
+        _keep_norms(layer)
     try:
         yield
     finally:
         for layer in layers:
-            del vars(layer)["forward"]
+            del vars(layer)["get_lora_weight"], vars(layer)["get_weight_norm"]
 
 
-def is_scale_kept(module: nn.Module) -> bool:
-    """True if `dora_scales_kept` has replaced the module's forward method."""
-    return isinstance(vars(module).get("forward"), _KeptScale)
+def _keep_norms(layer: Any) -> None:
+    """Replaces two methods, of which a pass calls the first for the argument of the second."""
+    kind, norms, product = type(layer), {}, partial(torch.zeros, ())
 
+    def get_lora_weight(**parts: Any) -> torch.Tensor:
+        nonlocal product
+        product = partial(kind.get_lora_weight, layer, **parts)
+        return torch.zeros(())  # the product is computed where the norm is not known
 
-class _KeptScale:
-    """The forward pass of one DoRA layer, with the numbers of peft's to the bit.
+    def get_weight_norm(*, weight: torch.Tensor, lora_weight: torch.Tensor, **parts: Any) -> torch.Tensor:
+        key = parts["adapter_name"], weight.dtype
+        if key not in norms:
+            lora_weight = product().to(weight.dtype).detach()
+            norms[key] = kind.get_weight_norm(layer, weight=weight, lora_weight=lora_weight, **parts).detach()
+        return norms[key]
 
-    What is added to the result of the base layer W is (s - 1) W x + s * scaling * B A x, where the scale s of each
-    output is its magnitude over the norm of its row of W + scaling * B A (section 4.3 of DoRA, arXiv 2402.09353).
-    """
-
-    def __init__(self, layer: Any):
-        self._layer = layer
-        self._scales: dict[tuple[str, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, x: torch.Tensor, *, base_result: torch.Tensor | None = None, **parts: Any) -> torch.Tensor:
-        if base_result is None or torch.is_grad_enabled():  # dropout is on, or the scale needs its gradient
-            return type(self._layer).forward(self._layer, x, base_result=base_result, **parts)
-        key = parts["adapter_name"], x.dtype
-        if key not in self._scales:
-            scale = self._scale(x.dtype, **parts)
-            self._scales[key] = scale - 1, scale
-        less_one, scale = self._scales[key]
-        bias = parts["base_layer"].bias
-        adapted = parts["lora_B"](parts["lora_A"](x))
-        return less_one * (base_result if bias is None else base_result - bias) + scale * adapted * parts["scaling"]
-
-    def _scale(
-        self, dtype: torch.dtype, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any, adapter_name: str
-    ) -> torch.Tensor:
-        """(1, outputs) the factor of each output."""
-        from peft.utils.integrations import dequantize_module_weight
-
-        product = self._layer.get_lora_weight(lora_A=lora_A, lora_B=lora_B, adapter_name=adapter_name).to(dtype)
-        weight = dequantize_module_weight(base_layer).to(dtype)
-        norm = self._layer.get_weight_norm(
-            weight=weight, lora_weight=product, scaling=scaling, adapter_name=adapter_name
-        )
-        return (self._layer.weight / norm).view(1, -1)
+    vars(layer).update(get_lora_weight=get_lora_weight, get_weight_norm=get_weight_norm)  # `setattr` is a module's
 
 
 def check_adapter(model: Any) -> None:

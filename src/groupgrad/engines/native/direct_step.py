@@ -22,7 +22,6 @@ from groupgrad.engines.native.decode_kernels import has_layer_kernels, obstacle_
 from groupgrad.engines.native.decoder_layers import NORMS, Decoder, read_decoder
 from groupgrad.kernels import layers as kernel_layers
 from groupgrad.kernels import library
-from groupgrad.models.adapters import is_scale_kept
 from groupgrad.models.families import (
     CAUSAL_LMS,
     DECODERS,
@@ -206,7 +205,7 @@ def _must_be_called(module: nn.Module) -> str:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     if any(getattr(hook, "__name__", "") not in _GRADIENT_HOOKS for hook in hooks):
         return f"{name} has a forward hook"
-    is_ours = is_replaced(module) or is_prepared(module) or is_scale_kept(module)
+    is_ours = is_replaced(module) or is_prepared(module)
     is_unchanged = "forward" not in module.__dict__ or type(module) is nn.Linear or is_ours
     return "" if is_unchanged else f"the forward method of {name} was replaced"
 
