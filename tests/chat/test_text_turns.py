@@ -9,7 +9,7 @@ import pytest
 
 from groupgrad.chat import ChatFormat
 from groupgrad.chat.chat_template import ChatTemplate
-from groupgrad.chat.text_turns import TextTurns
+from groupgrad.chat.replies import TextTurns
 
 QUESTION = {"role": "user", "content": "First question"}
 ANSWER = {"role": "assistant", "content": "An answer"}

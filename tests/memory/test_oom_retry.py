@@ -11,8 +11,7 @@ from bigram_step import as_step, scored
 
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.totals import step_totals
-from groupgrad.memory.memory_guards import obstacle_to_cutting
-from groupgrad.memory.oom_retry import MemoryGuard, tokens_per_pass
+from groupgrad.memory.oom_retry import MemoryGuard, obstacle_to_cutting, tokens_per_pass
 from groupgrad.metrics import merge_all
 from groupgrad.objectives import LOSSES, NO_PASS, OnPolicyInfo, PolicyLoss, PolicyOptions, policy_loss
 

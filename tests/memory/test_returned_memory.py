@@ -12,9 +12,8 @@ from bigram_step import as_step
 from groupgrad import GRPOConfig
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
-from groupgrad.memory import free_memory, memory_guards, oom_retry
-from groupgrad.memory.memory_guards import memory_guard
-from groupgrad.memory.oom_retry import MemoryGuard
+from groupgrad.memory import free_memory, oom_retry
+from groupgrad.memory.oom_retry import MemoryGuard, memory_guard
 from groupgrad.objectives import OnPolicyInfo, PolicyLoss, PolicyOptions
 
 FREE = """
@@ -74,7 +73,7 @@ def test_only_guards_of_large_models_return_free_memory(policy, sample, monkeypa
     _, parts = step_of(policy, sample)
     size = sum(parameter.numel() for parameter in policy.parameters())
     for large_model, expected in ((size, True), (size + 1, False)):
-        monkeypatch.setattr(memory_guards, "LARGE_MODEL", large_model)
+        monkeypatch.setattr(oom_retry, "LARGE_MODEL", large_model)
         guard = memory_guard(policy, GRPOConfig(use_cpu=True, report_to="none"), policy.zero_grad, aux_loss=True)
         returned.clear()
         train(guard, parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.models.weights_digest import weights_digest
+from groupgrad.models.weights import weights_digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

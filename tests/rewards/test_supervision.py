@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from groupgrad.errors import RewardError
-from groupgrad.rewards import accuracy_reward, supervision
+from groupgrad.rewards import accuracy_reward, function_calls
+from groupgrad.rewards.function_calls import SupervisionOptions
 from groupgrad.rewards.reward_runner import RewardRunner, check_failure_names
-from groupgrad.rewards.supervision import SupervisionOptions
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_what_failures_mean_is_said_by_name(make):
     "nothing",
 )
 def test_transient_errors_are_tried_again(make, kind, monkeypatch, tmp_path):
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(function_calls, "FIRST_PAUSE_S", 0.01)
     calls = tmp_path / "calls"
 
     def judge(completions, log_metric):
@@ -203,7 +203,7 @@ def test_transient_errors_are_tried_again(make, kind, monkeypatch, tmp_path):
 
 
 def test_an_error_that_cannot_leave_its_worker_keeps_its_name(make, monkeypatch):
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(function_calls, "FIRST_PAUSE_S", 0.01)
     seen: list[int] = []
 
     class Busy(ConnectionError):

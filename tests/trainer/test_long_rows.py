@@ -11,7 +11,7 @@ from tiny_hybrids import make_hybrid
 from torch import nn
 
 from groupgrad.batching.packing import RowCost, split_to_size, total_cost
-from groupgrad.memory.memory_guards import memory_guard
+from groupgrad.memory.oom_retry import memory_guard
 
 
 def long_rows(make_policy: Any) -> nn.Module:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.chat.probe import CALL, SCHEMAS, SECOND_CALL, ProbeRenderings
-from groupgrad.chat.records import ToolCall
 from groupgrad.chat.values import (
     Parameters,
+    ToolCall,
     call_from_arguments,
     call_from_value,
     decode_braced,

@@ -20,9 +20,8 @@ from groupgrad.chat.probe import (
     find_reasoning_tags,
     render_probes,
 )
-from groupgrad.chat.records import ToolCall, Turn, make_turn
 from groupgrad.chat.replies import ToolReplies
-from groupgrad.chat.values import call_from_value, parameter_schemas
+from groupgrad.chat.values import ToolCall, Turn, call_from_value, make_turn, parameter_schemas
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.types import Messages

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.chat.chat_template import ChatTemplate, common_prefix
-from groupgrad.chat.records import ToolCall
+from groupgrad.chat.values import ToolCall
 
 USER = {"role": "user", "content": "Probe7Question"}
 ANSWER = {"role": "assistant", "content": "Probe7Answer"}

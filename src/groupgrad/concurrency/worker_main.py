@@ -1,24 +1,31 @@
 """Child side of `worker_process`: loads functions once and calls them on request.
 
-Imported in every child process, so it imports little.
+Imported in every child process, so it imports little, and neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import copy
 import ctypes
 import faulthandler
+import hashlib
+import inspect
 import logging
 import os
 import pickle
+import random
 import resource
 import signal
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's `prctl`: the signal that a process gets when the thread that started it ends."""
@@ -123,3 +130,35 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
+
+
+def call_logged(
+    function: Callable[..., Any], arguments: dict[str, Any], loggers: list[str], seed: str
+) -> tuple[Any, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
+    """Calls a reward function with `loggers` that record their calls.
+
+    Returns the rewards, and the calls as (logger, arguments, keyword arguments). The random streams of Python, NumPy
+    and, if loaded, PyTorch start at `seed`.
+    """
+    _set_seed(seed)
+    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    for logger in loggers:
+        arguments[logger] = lambda *args, logger=logger, **kwargs: logged.append(
+            (logger, copy.deepcopy(args), copy.deepcopy(kwargs))
+        )
+    returned = function(**arguments)
+    if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an async one
+        returned = asyncio.run(_awaited(returned))
+    return returned, list(logged)
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _set_seed(text: str) -> None:
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+    random.seed(number)
+    np.random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)

@@ -21,9 +21,8 @@ from typing import Any
 import cloudpickle
 
 from groupgrad.concurrency.daemon_threads import DedicatedThread
-from groupgrad.concurrency.deadline import slices
 from groupgrad.concurrency.worker_main import RemoteTraceback, serve
-from groupgrad.concurrency.workers import Outcome, late
+from groupgrad.concurrency.workers import Outcome, late, slices
 
 START_TIMEOUT_S = 120.0
 """Seconds for a process to start and to load its functions."""

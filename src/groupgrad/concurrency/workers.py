@@ -9,15 +9,29 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad.concurrency.callables import is_async
-from groupgrad.concurrency.daemon_threads import DaemonThreads, DedicatedThread
-from groupgrad.concurrency.deadline import slices
-from groupgrad.concurrency.event_loop import USER_LOOP, LoopThread
+from groupgrad.concurrency.daemon_threads import USER_LOOP, DaemonThreads, DedicatedThread, LoopThread
+
+SLICE_S = 0.5
+"""Longest single wait. One that takes more than twice as long counts as twice as long."""
+
+
+def slices(seconds: float | None) -> Iterator[float]:
+    """Yields the lengths of waits that together take `seconds`, without end for None.
+
+    The caller waits for each length before it takes the next one.
+    """
+    left_s = float("inf") if seconds is None else seconds
+    while left_s > 0:
+        began = time.monotonic()
+        yield min(left_s, SLICE_S)
+        left_s -= min(time.monotonic() - began, 2 * SLICE_S)
+
 
 logger = logging.getLogger(__name__)
 

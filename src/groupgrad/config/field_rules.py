@@ -24,7 +24,7 @@ from groupgrad.objectives import (
     find_mask,
     find_method,
 )
-from groupgrad.rewards.supervision import FailureAction
+from groupgrad.rewards.function_calls import FailureAction
 from groupgrad.spelling import did_you_mean
 
 

@@ -17,7 +17,7 @@ from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config.field_rules import CHOICES, failure_action
 from groupgrad.config.legacy import LegacyArguments
 from groupgrad.objectives import ESTIMATORS, LOSSES, MASKS, described_settings
-from groupgrad.rewards.supervision import FailureAction
+from groupgrad.rewards.function_calls import FailureAction
 
 CISPO_CEILING = 5.0
 """Ceiling of the importance weight that `loss_type="cispo"` uses without `epsilon_high` (arXiv:2510.13786)."""

@@ -19,8 +19,7 @@ from groupgrad.errors import UnavailableError
 from groupgrad.models.adapters import active_adapters, is_adapted, leaves_base_unchanged
 from groupgrad.models.shards import is_sharded, shard_values
 from groupgrad.models.unwrapping import parameters_replaced
-from groupgrad.models.weights import plain_name
-from groupgrad.models.weights_digest import weights_digest
+from groupgrad.models.weights import plain_name, weights_digest
 
 
 class Reference:

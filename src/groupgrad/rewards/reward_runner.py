@@ -29,11 +29,16 @@ from groupgrad.metrics import merge_all
 from groupgrad.models.model_names import folder_as_text, model_source
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, CallInputs, CallLog, LogMisuse
-from groupgrad.rewards.function_calls import BegunCall, FunctionCalls, torch_settings_kept
+from groupgrad.rewards.function_calls import (
+    BegunCall,
+    CallStatistics,
+    FunctionCalls,
+    SupervisionOptions,
+    torch_settings_kept,
+)
 from groupgrad.rewards.functions import LARGEST_REWARD, RewardFunction, call_error, inspect_function, read_rewards
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
-from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions
 from groupgrad.run_folder.completions import TABLE_COLUMNS, distinct_names
 from groupgrad.types import Reward, RewardTable, Rollout
 

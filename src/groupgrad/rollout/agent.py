@@ -25,7 +25,7 @@ from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
 from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, chosen_tools
 from groupgrad.metrics import Metric
-from groupgrad.multimodal.tool_images import ToolReplyEncoder, open_reply_images
+from groupgrad.multimodal.vlm_prompts import ToolReplyEncoder, open_reply_images
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, turn_seed, versions_of
 from groupgrad.rollout.single_turn import completion_budget

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from groupgrad.models.layer_configs import layer_configs
+from groupgrad.models.families import layer_configs
 from groupgrad.models.shards import num_parameters
 
 _FULL = frozenset({"attention", "full_attention", "hybrid"})

@@ -29,13 +29,12 @@ from groupgrad.engines.base import Engine, EngineWithWeights, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
 from groupgrad.errors import UnavailableError
 from groupgrad.kernels.threads import limit_spinning
-from groupgrad.memory.memory_guards import memory_guard, obstacle_to_cutting
-from groupgrad.memory.oom_retry import MemoryGuard
+from groupgrad.memory.oom_retry import MemoryGuard, memory_guard, obstacle_to_cutting
 from groupgrad.models import load
 from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted
 from groupgrad.models.liger import apply_kernels
+from groupgrad.models.load import check_language_model, check_vocabulary
 from groupgrad.models.model_names import folder_as_text, model_source
-from groupgrad.models.policy_checks import check_language_model, check_vocabulary
 from groupgrad.models.reference import Reference, check_sharded_policy
 from groupgrad.models.shards import gather_all, gather_per_module, without_accelerate
 from groupgrad.models.unwrapping import is_multimodal, unwrap

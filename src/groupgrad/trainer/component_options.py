@@ -22,8 +22,8 @@ from groupgrad.objectives import (
     find_mask,
     find_method,
 )
+from groupgrad.rewards.function_calls import SupervisionOptions
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
-from groupgrad.rewards.supervision import SupervisionOptions
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
 from groupgrad.rollout.dynamic_sampling import DynamicSampling

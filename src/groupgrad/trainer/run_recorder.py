@@ -29,7 +29,7 @@ from groupgrad.batch import Batch, TokenScores
 from groupgrad.data.digest import dataset_digest
 from groupgrad.models.shards import is_sharded
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.models.weights_digest import weights_digest
+from groupgrad.models.weights import weights_digest
 from groupgrad.rollout.collector import Experience
 from groupgrad.run_folder import run_files
 from groupgrad.run_folder.render import plain_value

@@ -24,7 +24,7 @@ from groupgrad.checkpoints.manifest import SCHEDULER, TRAINER_STATE
 from groupgrad.errors import CheckpointNotSaved, NonFiniteError
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.adapters import adapter_settings, is_adapted
-from groupgrad.models.policy_checks import nonfinite_weights
+from groupgrad.models.load import nonfinite_weights
 from groupgrad.models.shards import is_fully_sharded, unsharded_classes
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.run_folder.progress import bars_on_terminals_only

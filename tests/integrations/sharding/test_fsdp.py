@@ -23,7 +23,7 @@ from groupgrad.integrations.sharding.fsdp import (
     whole_state_dict,
 )
 from groupgrad.integrations.sharding.sharding import ShardSnapshot
-from groupgrad.models.policy_checks import nonfinite_weights
+from groupgrad.models.load import nonfinite_weights
 from groupgrad.models.shards import (
     gather_all,
     is_fully_sharded,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from groupgrad.integrations.vllm import row_stream as rows_module
-from groupgrad.integrations.vllm.row_stream import RowStream, ServerLoad
+from groupgrad.integrations.vllm import server as rows_module
+from groupgrad.integrations.vllm.server import RowStream, ServerLoad
 
 WEIGHTS = SimpleNamespace(version="0-a", adapter=None)
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.logits import last_logits
-from groupgrad.models.layer_configs import common_field, layer_configs, layer_overrides
+from groupgrad.models.families import common_field, layer_configs, layer_overrides
 from groupgrad.models.load import max_context, turn_off_dropout
 from groupgrad.models.model_names import check_gguf_file, missing_because
 from groupgrad.scoring.attention import flat_obstacle, whole_rows_reason

@@ -12,7 +12,7 @@ from typing import Any
 
 from groupgrad.integrations.vllm.colocate_start import ColocateOptions
 from groupgrad.integrations.vllm.wire import torch_dtype
-from groupgrad.models.layer_configs import layer_configs
+from groupgrad.models.families import layer_configs
 
 GIB = 2**30
 WORKSPACE = 0.1

@@ -24,7 +24,7 @@ from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
 from groupgrad.errors import CheckpointError
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.models.weights_digest import weights_digest
+from groupgrad.models.weights import weights_digest
 from groupgrad.trainer import build
 from groupgrad.trainer.changed_options import deciding
 from groupgrad.trainer.run_summary import StartLines, versions_in_use

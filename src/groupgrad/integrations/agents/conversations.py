@@ -18,8 +18,8 @@ from typing import Any
 from groupgrad.chat import ChatFormat, PlainFormat
 from groupgrad.chat.chat_format import ResponseParser
 from groupgrad.chat.chat_template import ChatTemplate
-from groupgrad.chat.records import Turn
-from groupgrad.chat.text_turns import TextTurns
+from groupgrad.chat.replies import TextTurns
+from groupgrad.chat.values import Turn
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample
 from groupgrad.integrations.agents.wire import BadRequest, Question

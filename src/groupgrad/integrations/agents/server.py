@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from groupgrad.concurrency.event_loop import LoopThread
+from groupgrad.concurrency.daemon_threads import LoopThread
 from groupgrad.integrations.agents import messages_wire, wire
 from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Call, Question
 

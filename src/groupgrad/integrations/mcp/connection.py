@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from groupgrad.concurrency.event_loop import LoopThread
+from groupgrad.concurrency.daemon_threads import LoopThread
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from groupgrad import compat
-from groupgrad.concurrency.event_loop import USER_LOOP
+from groupgrad.concurrency.daemon_threads import USER_LOOP
 from groupgrad.envs.env_spec import NOT_TOOLS
 
 __all__ = ["OpenEnvEnvironment", "openenv_environment"]

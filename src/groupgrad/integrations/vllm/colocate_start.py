@@ -21,7 +21,7 @@ from groupgrad import dist
 from groupgrad.integrations.vllm.transfer_plugin import register
 from groupgrad.integrations.vllm.vllm_params import PROCESSED, lora_rank
 from groupgrad.integrations.vllm.wire import BACKEND
-from groupgrad.models.layer_configs import layer_configs
+from groupgrad.models.families import layer_configs
 from groupgrad.models.unwrapping import base_model, unwrap
 
 MAX_NUM_SEQS = 256
