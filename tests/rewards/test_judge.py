@@ -139,11 +139,10 @@ def test_failures_are_repeated_and_then_an_error_or_a_value(server):
 def test_a_request_is_sent_once_and_kept_on_disk(server, tmp_path):
     settings: dict[str, Any] = {"model": "m", "base_url": server.url, "cache": tmp_path / "replies.db"}
     assert ask(judge(**settings), ["a", "b"])[0] == [0.8, 0.8]
-    rewards, metrics = ask(judge(**settings, price=(2.0, 10.0)), ["a", "b", "c"])
+    rewards, metrics = ask(judge(**settings), ["a", "b", "c"])
     assert rewards == [0.8, 0.8, 0.8]
     assert len(server.seen) == 3
     assert (metrics["judge/requests"], metrics["judge/cached"], metrics["judge/tokens"]) == (1, 2, 102)
-    assert metrics["judge/cost"] == pytest.approx((100 * 2.0 + 2 * 10.0) / 1e6)
 
 
 def test_equal_requests_of_a_batch_are_sent_once(server):
@@ -176,9 +175,6 @@ def test_a_cache_that_cannot_be_used_is_a_warning(server, tmp_path, caplog, dama
 def test_requests_keep_to_the_limits(server):
     ask(judge(model="m", base_url=server.url, max_concurrency=2), [str(i) for i in range(8)])
     assert server.most_at_once == 2
-    started = time.monotonic()
-    ask(judge(model="m", base_url=server.url, requests_per_minute=600), [str(i) for i in range(6)])
-    assert time.monotonic() - started >= 5 * 0.1
 
 
 def test_it_can_be_pickled_and_bad_settings_are_refused(server):

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sqlite3
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -46,14 +45,14 @@ class judge:
     """A reward function that asks a model how good each completion is.
 
     ```python
-    reward = judge(model="gpt-5-mini", base_url="https://api.openai.com/v1", requests_per_minute=500, cache="judge.db")
+    reward = judge(model="gpt-5-mini", base_url="https://api.openai.com/v1", cache="judge.db")
     trainer = GRPOTrainer(model=..., reward_funcs=reward, ...)
     ```
 
     Requests run at the same time as other async rewards. Equal requests of a batch are sent once. Failed requests (no
     connection, time out, codes 408, 409, 429 and 5xx) are repeated with growing pauses, which a `Retry-After` of the
-    server overrides. Metrics: `judge/requests`, `judge/cached`, `judge/unread`, `judge/failed`, `judge/tokens`, and
-    `judge/cost` where a price is given; all are totals of this process.
+    server overrides. Metrics: `judge/requests`, `judge/cached`, `judge/unread`, `judge/failed`, `judge/tokens`;
+    all are totals of this process.
 
     Raises:
         ImportError: the package `openai` is missing.
@@ -72,8 +71,6 @@ class judge:
     """Environment variable with the key; the key itself is nowhere kept."""
     max_concurrency: int = 32
     """Requests at the same time."""
-    requests_per_minute: float | None = None
-    """Limit of the server; None: none."""
     timeout_s: float = 60.0
     """Time for one request."""
     max_retries: int = 5
@@ -83,8 +80,6 @@ class judge:
     cache: str | Path | None = None
     """SQLite file with the replies; the same request is then sent once, in later runs too. A file that cannot be used
     is a warning, and the run goes on without it."""
-    price: tuple[float, float] | None = None
-    """Price of a million tokens of requests and of replies."""
     request_options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Further fields of each request."""
 
@@ -97,8 +92,7 @@ class judge:
         if self.cache is not None:  # a reward function may change the folder that relative paths belong to
             self.cache = os.path.abspath(self.cache)
         self.__name__ = "judge"
-        self._counts = {"requests": 0.0, "cached": 0.0, "unread": 0.0, "failed": 0.0, "tokens": 0.0, "cost": 0.0}
-        self._next_at = 0.0
+        self._counts = {"requests": 0.0, "cached": 0.0, "unread": 0.0, "failed": 0.0, "tokens": 0.0}
         self._cache_failed = False
 
     async def __call__(
@@ -125,8 +119,7 @@ class judge:
         rewards = [self._reward(replies[text]) for text in texts]
         if log_metric is not None:
             for name, value in self._counts.items():
-                if name != "cost" or self.price is not None:
-                    log_metric(f"judge/{name}", value)
+                log_metric(f"judge/{name}", value)
         return rewards
 
     def _reward(self, reply: str | None) -> float | None:
@@ -146,7 +139,6 @@ class judge:
             if cached := self._query("SELECT reply FROM replies WHERE key = ?", key):
                 self._counts["cached"] += 1
                 return cached[0][0]
-            await self._wait_for_turn()
             self._counts["requests"] += 1
             try:
                 answer = await client.chat.completions.create(**body)
@@ -160,26 +152,10 @@ class judge:
                         "completions unscored"
                     ) from error
                 return None
-        self._count_tokens(answer.usage)
+        if answer.usage is not None:
+            self._counts["tokens"] += answer.usage.prompt_tokens + answer.usage.completion_tokens
         self._query("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
         return reply
-
-    async def _wait_for_turn(self) -> None:
-        """Waits until the rate allows another request."""
-        if self.requests_per_minute is None:
-            return
-        now = time.monotonic()
-        turn = max(now, self._next_at)
-        self._next_at = turn + 60.0 / self.requests_per_minute
-        await asyncio.sleep(turn - now)
-
-    def _count_tokens(self, usage: Any) -> None:
-        if usage is None:
-            return
-        self._counts["tokens"] += usage.prompt_tokens + usage.completion_tokens
-        if self.price is not None:
-            asked, replied = self.price
-            self._counts["cost"] += (usage.prompt_tokens * asked + usage.completion_tokens * replied) / 1e6
 
     def _query(self, statement: str, *values: str) -> list[Any]:
         """Runs a statement on the cache and returns its rows; empty without a cache.
