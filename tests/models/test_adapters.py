@@ -48,6 +48,15 @@ def test_an_incompatible_setting_is_rejected_by_name(case: str, build):
     assert [name for name, p in model.named_parameters() if p.requires_grad] == before
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.parametrize("kind", ["lora_bias", "BEFT"])
+def test_a_bias_for_a_layer_without_one_is_rejected(kind: str, build):
+    """peft cannot merge it, which it says at the first merge."""
+    config = lora(lora_bias=True) if kind == "lora_bias" else peft.BeftConfig(target_modules=["q_proj", "v_proj"])
+    with pytest.raises(ValueError, match=r"adds a bias to .*_proj, which has none, so peft cannot merge it"):
+        check_adapter(add_adapter(build("qwen3"), config))
+
+
 def test_unknown_feedforward_modules_are_rejected(build):
     """peft ignores them silently."""
     config = peft.IA3Config(target_modules="all-linear", feedforward_modules=["down_proj", "fc2"])

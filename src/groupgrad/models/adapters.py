@@ -184,6 +184,13 @@ def check_adapter(model: Any) -> None:
                 f"the adapter is a {type(config).__name__} ({kind}), which {obstacle}; use peft.LoraConfig, or another "
                 "kind that the table of adapters in docs/models.md has"
             )
+        if getattr(config, "lora_bias", False) or config.peft_type == "BEFT":
+            for name, layer in model.named_modules():
+                if hasattr(layer, "get_base_layer") and getattr(layer.get_base_layer(), "bias", 0) is None:
+                    raise ValueError(
+                        f"the adapter adds a bias to {name}, which has none, so peft cannot merge it; name layers with "
+                        "a bias in target_modules, or set lora_bias=False"
+                    )
     _check_trained_parameters(model)
     base = model.get_base_model()
     for name in active_adapters(model):
