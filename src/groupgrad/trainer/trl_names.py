@@ -20,27 +20,65 @@ RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
 """TRL's name for the type of `rollout_func`, which is called with prompts and the trainer."""
 
-NEVER_CALLED = (
-    *("_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask", "get_off_policy_mask"),
-    *("get_gamma_weights", "_compute_advantages", "_get_per_token_logps", "_calculate_rewards"),
-    *("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tool_call_loop"),
-    *("_get_tool_suffix_ids", "_tokenize_prompts", "_prepare_inputs", "_get_train_sampler"),
-    *("_get_eval_sampler", "_set_signature_columns_if_needed", "_remove_unused_columns"),
-    *("_get_collator_with_removed_columns", "_prepare_input", "_get_dataloader", "_get_num_items_in_batch"),
-    *("prediction_step", "_log_completion_extra", "_log_metric"),
-)
-"""Methods of TRL's trainer, and of `transformers.Trainer`, that no step or evaluation calls here."""
+NEVER_CALLED = {
+    "_compute_loss": "define batch_loss(model, batch), which returns the loss of a batch and its metrics",
+    "_get_per_token_logps_and_entropies": "define batch_loss(model, batch), which scores the tokens of a batch",
+    "get_high_entropy_mask": "set top_entropy_quantile, or define batch_loss(model, batch)",
+    "get_off_policy_mask": "set off_policy_mask_threshold, or define batch_loss(model, batch)",
+    "get_gamma_weights": "set the vespo_... fields, or define batch_loss(model, batch)",
+    "_compute_advantages": "define compute_advantages(rewards, num_generations), which returns Advantages",
+    "_get_per_token_logps": "define batch_loss(model, batch), which scores the tokens of a batch",
+    "_calculate_rewards": "define score_rollouts(rollouts, trainer_state, step), which returns a RewardTable",
+    "_generate_and_score_completions": "pass rollout_func, or define score_rollouts and compute_advantages",
+    "_generate": "pass rollout_func, which makes whole rollouts",
+    "_generate_single_turn": "pass rollout_func, which makes whole rollouts",
+    "_tool_call_loop": "pass tools or environment_factory, or rollout_func for a loop of your own",
+    "_get_tool_suffix_ids": "pass response_parser, or change the tokenizer's chat template",
+    "_tokenize_prompts": "write the prompts into the data set as you want them, or set chat_template_kwargs",
+    "_prepare_inputs": "define batch_loss(model, batch), or pass rollout_func",
+    "_get_train_sampler": (
+        "order the data set's rows and set shuffle_dataset=False; for an order that follows rewards, let an "
+        "IterableDataset read what a callback has learned"
+    ),
+    "_get_eval_sampler": "order the rows of eval_dataset; evaluation reads each row once, in that order",
+    "_set_signature_columns_if_needed": "set remove_unused_columns",
+    "_remove_unused_columns": "set remove_unused_columns",
+    "_get_collator_with_removed_columns": "set remove_unused_columns",
+    "_prepare_input": "define batch_loss(model, batch), which gets the batch on the device",
+    "_get_dataloader": "define get_train_dataloader or get_eval_dataloader, around what super() returns",
+    "_get_num_items_in_batch": "the denominators are those of the whole step; define batch_loss(model, batch)",
+    "prediction_step": "define evaluation_loop, or log metrics with log_metric in a reward function",
+    "_log_completion_extra": "call log_extra, which every reward function gets",
+    "_log_metric": "call log_metric, which every reward function gets",
+}
+"""Methods of TRL's trainer, and of `transformers.Trainer`, that no step or evaluation calls here: what to do instead."""
 
-REPLACED = (
-    *("_step", "_logs", "_textual_logs", "_total_train_tokens", "_buffered_inputs", "_pending_metrics"),
-    *("_pending_extra_logs", "_tokenizer", "_is_vlm", "vllm_generation", "llm", "generation_config"),
-    *("async_loop", "async_loop_thread", "async_loop_ready_event", "chat_template", "commit_scheduler"),
-    *("continuous_batching_config", "environments", "environment_factories"),
-)
-"""Attributes of TRL's trainer without a counterpart."""
+REPLACED = {
+    "_step": "trainer.state.global_step counts optimizer steps",
+    "_logs": "the run folder's completions/ holds every completion that was logged (log_completions=True)",
+    "_textual_logs": "the run folder's completions/ holds every completion that was logged (log_completions=True)",
+    "_total_train_tokens": "trainer.state.num_input_tokens_seen counts tokens",
+    "_buffered_inputs": "trainer.buffer holds the generation batches that are trained on",
+    "_pending_metrics": "call log_metric, which every reward function gets",
+    "_pending_extra_logs": "call log_extra, which every reward function gets",
+    "_tokenizer": "trainer.processing_class is the tokenizer or processor",
+    "_is_vlm": "groupgrad.models.unwrapping.is_multimodal(trainer.model) says so",
+    "vllm_generation": "trainer.vllm_policy is the policy as vLLM serves it",
+    "llm": "trainer.vllm_policy.engine is vLLM in this process",
+    "generation_config": "trainer.components.sampling holds the sampling options",
+    "async_loop": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
+    "async_loop_thread": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
+    "async_loop_ready_event": "async functions run on a loop that the trainer owns; pass async reward_funcs or tools",
+    "chat_template": "trainer.processing_class.chat_template is the template that prompts are rendered with",
+    "commit_scheduler": "trainer.completion_log.upload sends what was logged to log_completions_hub_repo",
+    "continuous_batching_config": "trainer.args.transformers_continuous_batching_config holds its options",
+    "environments": "trainer.rollout_components.environments holds the environments",
+    "environment_factories": "trainer.rollout_components.environments holds the environments",
+}
+"""Attributes of TRL's trainer without a counterpart: what there is instead."""
 
 PAGE = "docs/from-trl.md"
-"""The page that says for each of these names how to do the same here."""
+"""The page that lists these names."""
 
 
 def check_overrides(trainer: Any) -> None:
@@ -49,9 +87,10 @@ def check_overrides(trainer: Any) -> None:
     owners = (trainer, *classes[: classes.index(TRLNames)])
     found = dict.fromkeys(name for owner in owners for name in NEVER_CALLED if name in vars(owner))
     if found:
+        instead = "".join(f"\n  {name}: {NEVER_CALLED[name]}" for name in found)
         raise TypeError(
-            f"{type(trainer).__name__} has methods that groupgrad never calls, so they would change nothing: "
-            f"{', '.join(found)}. {PAGE} says for each how to do the same here"
+            f"{type(trainer).__name__} has methods that groupgrad never calls, so they would change nothing. Instead of"
+            f"{instead}\n{PAGE} describes what a subclass may define"
         )
 
 
@@ -156,8 +195,8 @@ class TRLNames:
         self.metric_store.add({name: average(float(value))})
 
     def __getattr__(self, name: str) -> Any:
-        if name in REPLACED or name in NEVER_CALLED:
-            raise AttributeError(f"groupgrad's trainer has no {name}; {PAGE} says how to do the same here")
+        if instead := REPLACED.get(name) or NEVER_CALLED.get(name):
+            raise AttributeError(f"groupgrad's trainer has no {name}; instead: {instead} ({PAGE})")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
