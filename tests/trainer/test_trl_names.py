@@ -13,6 +13,7 @@ from step_events import At
 from transformers import Trainer
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.errors import ConfigError
 from groupgrad.objectives import PolicyLoss
 from groupgrad.trainer.trl_names import NEVER_CALLED, REPLACED, TRLNames
 
@@ -67,19 +68,24 @@ def test_each_attribute_of_the_peer_is_there_or_names_its_replacement(make_train
         trainer.no_such_thing  # noqa: B018
 
 
-def test_attributes_cannot_be_assigned(make_trainer):
-    trainer = make_trainer()
-    for name in (
-        "beta",
-        "temperature",
-        "entropy_coef",
-        "num_generations",
-        "reward_weights",
-        "epsilon_low",
-        "ref_model",
-    ):
-        with pytest.raises(AttributeError, match="has no setter"):
-            setattr(trainer, name, 1)
+def test_an_assigned_setting_is_the_configurations(make_trainer):
+    """As scripts do that set what the configuration of an earlier release did not have."""
+    trainer = make_trainer(max_steps=1, num_iterations=2)
+    trainer.epsilon_low, trainer.epsilon_high, trainer.temperature = 0.1, 0.3, 0.7
+    assert (trainer.args.epsilon, trainer.args.epsilon_high, trainer.args.temperature) == (0.1, 0.3, 0.7)
+    trainer.train()
+    policy = trainer.components.policy_options
+    assert (policy.epsilon, policy.epsilon_high) == (0.1, 0.3)
+    assert trainer.components.sampling.temperature == trainer.temperature == 0.7
+    trainer.epsilon_low = -1.0
+    with pytest.raises(ConfigError, match="epsilon"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("name", ["ref_model", "reward_funcs", "reward_weights", "rollout_func", "entropy_coef"])
+def test_other_attributes_cannot_be_assigned(make_trainer, name):
+    with pytest.raises(AttributeError, match=f"{name} can be read, not assigned; give the constructor or trainer.args"):
+        setattr(make_trainer(), name, 1)
 
 
 def test_appended_metrics_are_logged(make_trainer):

@@ -1,7 +1,7 @@
 """TRL's names on the trainer: attributes that scripts and callbacks read, and methods that subclasses override.
 
-The names and meanings are those of `GRPOTrainer` in trl 1.16. Attributes can be read, not assigned: the options
-of a run are those of `trainer.args`. A method that this trainer never calls is refused instead of being ignored.
+The names and meanings are those of `GRPOTrainer` in trl 1.16. A setting that is assigned is that of `trainer.args`;
+other attributes can only be read. A method that this trainer never calls is refused instead of being ignored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NEVER_CALLED = {
     "_log_completion_extra": "call log_extra, which every reward function gets",
     "_log_metric": "call log_metric, which every reward function gets",
 }
-"""Methods of TRL's trainer, and of `transformers.Trainer`, that no step or evaluation calls here: what to do instead."""
+"""Methods of TRL's trainer, and of `transformers.Trainer`, that no step or evaluation calls: what to do instead."""
 
 REPLACED = {
     "_step": "trainer.state.global_step counts optimizer steps",
@@ -94,9 +94,12 @@ def check_overrides(trainer: Any) -> None:
         )
 
 
-def setting(field: str) -> property:
-    """The configuration's field or resolved value of this name. It can be read, not assigned."""
-    return property(lambda trainer: getattr(trainer.args, field))
+def setting(field: str, resolved: str | None = None) -> property:
+    """A field of `trainer.args`, which is read as the value `resolved` of it, if there is one."""
+    return property(
+        lambda trainer: getattr(trainer.args, resolved or field),
+        lambda trainer, value: setattr(trainer.args, field, value),
+    )
 
 
 def _refuse_reading(*_: object) -> Any:
@@ -150,11 +153,11 @@ SETTINGS = (
 class TRLNames:
     """Attributes of TRL's trainer with TRL's meaning, in addition to those in `SETTINGS`."""
 
-    temperature = setting("temperature_resolved")
+    temperature = setting("temperature", "temperature_resolved")
     chat_template_kwargs = property(lambda trainer: dict(trainer.args.chat_template_kwargs or {}))
-    num_generations_eval = setting("num_generations_eval_resolved")
+    num_generations_eval = setting("num_generations_eval", "num_generations_eval_resolved")
     epsilon_low = setting("epsilon")
-    epsilon_high = setting("epsilon_high_resolved")
+    epsilon_high = setting("epsilon_high", "epsilon_high_resolved")
     entropy_coef = property(lambda trainer: trainer.entropy_controller.coef)
     aux_loss_enabled = property(lambda trainer: trainer.components.forward_options.aux_loss)
     rollout_func = property(lambda trainer: trainer.rollout_components.function)
@@ -193,6 +196,14 @@ class TRLNames:
     def log_metric(self, name: str, value: float) -> None:
         """Adds a number to a training metric; the log shows the mean over the log window and over ranks."""
         self.metric_store.add({name: average(float(value))})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        attribute = vars(TRLNames).get(name)
+        if isinstance(attribute, property) and attribute.fset is None:
+            raise AttributeError(
+                f"{name} can be read, not assigned; give the constructor or trainer.args what it follows"
+            )
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if instead := REPLACED.get(name) or NEVER_CALLED.get(name):
