@@ -211,3 +211,18 @@ def test_a_turn_ends_where_a_branch_begins():
     assert rollout.turns == [(0, 1), (1, 2), (2, 4)]
     assert dataclasses.replace(rollout, sampled=[True, False, True, True]).turns == [(0, 1), (2, 4)]
     assert dataclasses.replace(rollout, branches=()).turns == [(0, 4)]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda found: "advantages" in found,
+        lambda found: found["advantages"],
+        lambda found: found.get("advantages"),
+        dict,
+    ],
+)
+def test_a_batch_is_not_the_dict_of_trl(read):
+    """A `compute_loss` that was written for TRL looks for padded tensors in its inputs."""
+    with pytest.raises(TypeError, match=r"batch\.advantages .*compute_advantages.*batch_loss.*docs/from-trl\.md"):
+        read(batch())

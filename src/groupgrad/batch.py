@@ -116,6 +116,15 @@ class Batch:
         """True if a prompt or a completion has images."""
         return self.media is not None or self.row_media is not None
 
+    def __getitem__(self, *_: object) -> Any:
+        raise TypeError(
+            "a batch is no dict of padded tensors, as it is in TRL: its rows lie end to end, and fields are attributes "
+            "(batch.advantages is (B,), batch.completion_ids (L,)). To change advantages define compute_advantages, "
+            "for another loss batch_loss (docs/from-trl.md)"
+        )
+
+    __contains__ = get = __getitem__
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device` (see `to_device`)."""
         moved = {
