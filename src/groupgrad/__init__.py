@@ -42,6 +42,8 @@ def __getattr__(name: str) -> Any:
         with quick_imports():
             module = import_module(_MODULES[name])
         return getattr(module, name)
+    if name[0].isupper():  # a class of TRL's; an AttributeError's message would not reach `from groupgrad import ...`
+        raise ImportError(f"groupgrad has no {name}: import it from trl")
     raise AttributeError(f"module 'groupgrad' has no attribute {name!r}")
 
 

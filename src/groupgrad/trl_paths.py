@@ -28,6 +28,8 @@ _TRAINERS = (
     *("rloo", "sft", "xpo"),
 )
 """Words before `_trainer` and `_config` in the names of its other modules."""
+_INSTEAD = {"generate_rollout_completions": "a rollout_func calls trainer.sample_completions(prompts) (docs/agents.md)"}
+"""What there is instead of names that newer releases of TRL no longer have either."""
 _OF_REWARDS = ("accuracy_rewards", "format_rewards", "other_rewards")
 
 
@@ -57,10 +59,11 @@ class _Paths(MetaPathFinder, Loader):
             try:
                 return find(name, where)
             except AttributeError as error:
-                if name.startswith("__") or f"{where}.{name}" in _INNER:
+                if name.startswith("_") or f"{where}.{name}" in _INNER:
                     raise
                 # An AttributeError would make `from ... import ...` look for a module of this name, and find one.
-                raise ImportError(f"groupgrad has no {name}: import it from trl.{where}") from error
+                instead = _INSTEAD.get(name, f"import it from trl.{where}")
+                raise ImportError(f"groupgrad has no {name}: {instead}") from error
 
         module = ModuleType(spec.name, "Names that scripts import from here; groupgrad has them elsewhere.")
         module.__getattr__ = named  # pyright: ignore[reportAttributeAccessIssue]

@@ -317,6 +317,11 @@ def test_modules_that_scripts_import_from() -> None:
         exec("from groupgrad.data_utils import is_conversational")
     with pytest.raises(ImportError, match=r"no profiling_context: import it from trl\.extras\.profiling"):
         exec("from groupgrad.extras.profiling import profiling_context")
+    with pytest.raises(ImportError, match=r"no SFTTrainer: import it from trl$"):
+        exec("from groupgrad import GRPOTrainer, SFTTrainer")
+    with pytest.raises(ImportError, match=r"no generate_rollout_completions: .* trainer\.sample_completions"):
+        exec("from groupgrad.experimental.openenv import generate_rollout_completions")
+    assert not hasattr(found["config"], "_a_mark_of_the_script")
     for unknown in ("groupgrad.trainer.no_such", "groupgrad.no_such"):
         with pytest.raises(ModuleNotFoundError, match="No module named"):
             importlib.import_module(unknown)
