@@ -59,6 +59,10 @@ BAD: list[tuple[dict, list[str]]] = [
         ["generation_batch_size=16", "steps_per_generation=2", "Set one of them to None"],
     ),
     (
+        {"num_generations": 6, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+        ["num_generations=6", "so a group would be cut. Set per_device_train_batch_size, ", "to a multiple of 6"],
+    ),
+    (
         {"num_generations": 6},
         ["num_generations=6", "num_generations to a divisor of 8", "gradient_accumulation_steps) to a multiple of 3"],
     ),

@@ -157,10 +157,11 @@ def cut_group(c: GRPOSettings) -> str | None:
     if size % group == 0:
         return None
     steps = math.lcm(rows, group) // rows
+    first = "per_device_train_batch_size, " if size == 1 else f"num_generations to a divisor of {size}, or "
     return (
         f"num_generations={group} does not divide the {size} completions of a generation batch ({micro_batch} x "
-        f"{size // rows} micro-batches), so a group would be cut. Set num_generations to a divisor of {size}, or "
-        f"steps_per_generation (or gradient_accumulation_steps) to a multiple of {steps}"
+        f"{size // rows} micro-batches), so a group would be cut. Set {first}steps_per_generation (or "
+        f"gradient_accumulation_steps) to a multiple of {steps}"
     )
 
 
