@@ -84,7 +84,7 @@ def test_an_assigned_setting_is_the_configurations(make_trainer):
 
 @pytest.mark.parametrize("name", ["ref_model", "reward_funcs", "reward_weights", "rollout_func", "entropy_coef"])
 def test_other_attributes_cannot_be_assigned(make_trainer, name):
-    with pytest.raises(AttributeError, match=f"{name} can be read, not assigned; give the constructor or trainer.args"):
+    with pytest.raises(AttributeError, match=f"{name} can be read, not assigned: the constructor and trainer.args"):
         setattr(make_trainer(), name, 1)
 
 

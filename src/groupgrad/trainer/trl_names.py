@@ -201,7 +201,7 @@ class TRLNames:
         attribute = vars(TRLNames).get(name)
         if isinstance(attribute, property) and attribute.fset is None:
             raise AttributeError(
-                f"{name} can be read, not assigned; give the constructor or trainer.args what it follows"
+                f"{name} can be read, not assigned: the constructor and trainer.args decide it ({PAGE})"
             )
         super().__setattr__(name, value)
 
