@@ -210,6 +210,19 @@ def test_a_checkpoint_from_elsewhere_loads_with_a_remark(second, straight, new_t
     assert torch.equal(weights_of(trainer), weights_of(straight[1]))
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_from_elsewhere_with_one_of_optimizer_and_schedule(second, new_trainer, caplog, name):
+    (from_elsewhere(second) / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"checkpoint-2 lacks {name}.*allow_partial_resume=True"):
+        new_trainer(second.parent).train(str(second))
+    settings = {"save_strategy": "no", "lr_scheduler_type": "linear", "max_steps": 3}
+    trainer = new_trainer(second.parent, allow_partial_resume=True, **settings)
+    trainer.train(str(second))
+    assert f"{name} of {second}: starts anew" in caplog.text
+    assert trainer.state.log_history[-2]["learning_rate"] == pytest.approx(1e-2 / 3)
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1 if name == "optimizer.pt" else 3}
+
+
 @pytest.mark.fault(
     "the newest checkpoint of transformers or TRL is half written",
     "it is skipped and named",

@@ -59,12 +59,19 @@ def restore(trainer: Any, point: ResumePoint) -> bool:
         _say("the optimizer of %s is %s, this run's %s starts anew", folder, saved, present)
         forward_scheduler(trainer)
         return False
-    if not any((folder / name).is_file() for name in (OPTIMIZER, SCHEDULER)):
+    missing = [name for name in (OPTIMIZER, SCHEDULER) if not (folder / name).is_file()]
+    if len(missing) == 2:
         _say("%s holds no optimizer: a new one starts, at the step of the schedule", folder)
         forward_scheduler(trainer)
         return False
-    lacks = [name for name in (OPTIMIZER, SCHEDULER) if name in point.damage]
     in_shards = sharded_files.is_present(folder)
+    lacks = [name for name in (OPTIMIZER, SCHEDULER) if name in point.damage]
+    lacks += [name for name in missing if name not in lacks and not (in_shards and name == OPTIMIZER)]
+    if lacks and not partial:
+        raise CheckpointError(
+            f"{folder} lacks {lacks[0]}, without which the run would go on otherwise than it began; resume from "
+            "another checkpoint, or set allow_partial_resume=True to begin anew with what is missing"
+        )
     if is_fully_sharded(trainer.model) and not in_shards:
         raise CheckpointError(
             f"the optimizer of {folder} was saved without FSDP, and this run shards its own; resume without fsdp, or "
