@@ -247,6 +247,16 @@ def test_remove_unused_columns_hides_what_no_signature_names(make_trainer, recwa
         }
 
 
+def test_an_evaluation_set_may_have_a_column_that_is_dropped(make_trainer):
+    """`prompts` is a name that the trainer gives reward functions itself, so it would be refused if it stayed."""
+    evaluation = Dataset.from_dict({"prompt": ["a", "b"], "prompts": ["x", "y"]})
+    for sets in (evaluation, {"one": evaluation}):
+        trainer = make_trainer(trainer={"eval_dataset": sets}, remove_unused_columns=True)
+        assert any(key.endswith("reward") for key in trainer.evaluate())
+    with pytest.raises(ValueError, match="eval_dataset has the column 'prompts'"):
+        make_trainer(trainer={"eval_dataset": evaluation})
+
+
 def test_epochs_show_every_prompt_once_each(train, tools, recorder):
     """Ten prompts in batches of four: the last batch is filled up, or the rest is left out of the epoch."""
     epochs = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16}

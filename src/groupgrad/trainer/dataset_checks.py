@@ -241,6 +241,14 @@ def keep_columns(dataset: Any, name: str, reward_funcs: Any, rollouts: RolloutCo
     return dataset.remove_columns(unused)
 
 
+def keep_columns_of_sets(evaluation: Any, reward_funcs: Any, rollouts: RolloutComponents, config: GRPOConfig) -> Any:
+    """The same for the evaluation sets: one, a dict of them or None."""
+    if isinstance(evaluation, Mapping):
+        sets = evaluation.items()
+        return {name: keep_columns(dataset, "eval_dataset", reward_funcs, rollouts, config) for name, dataset in sets}
+    return keep_columns(evaluation, "eval_dataset", reward_funcs, rollouts, config)
+
+
 def _functions_of(reward_funcs: Any) -> list[RewardFunction]:
     """The functions among rewards, whose signatures name columns."""
     items = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]

@@ -181,8 +181,9 @@ class GRPOTrainer(Hooks):
         )
         with one_thread("GRPOTrainer()"), ExitStack() as on_error:
             on_error.callback(rollouts.close)
-            # Evaluation sets lose theirs when they are evaluated.
             train_dataset = dataset_checks.keep_columns(train_dataset, "train_dataset", reward_funcs, rollouts, config)
+            scored_by = reward_funcs if eval_reward_funcs is None else eval_reward_funcs
+            eval_dataset = dataset_checks.keep_columns_of_sets(eval_dataset, scored_by, rollouts, config)
             datasets = train_dataset, eval_dataset
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, rollouts, config)
             self.rewards, self.eval_rewards = build.build_rewards(
