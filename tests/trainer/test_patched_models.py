@@ -18,7 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import GenerationMixin
+from transformers import GenerationMixin, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
@@ -140,6 +140,16 @@ def test_a_generate_that_is_replaced_later_is_refused(make_trainer: Any, monkeyp
             ValueError, match="generate of the Qwen3ForCausalLM was replaced after the trainer was made"
         ):
             method()
+
+
+def test_a_generate_that_a_callback_replaces_is_refused(make_trainer: Any) -> None:
+    class Replaces(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            model.generate = lambda *args, **kwargs: None
+
+    trainer = make_trainer(max_steps=1, trainer={"callbacks": [Replaces()]})
+    with pytest.raises(ValueError, match="generate of the Qwen3ForCausalLM was replaced after the trainer was made"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("where", ["head", "forward", "subclass"])

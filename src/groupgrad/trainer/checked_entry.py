@@ -49,7 +49,7 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
         with one_thread(f"{method.__name__}()"):
             if self.is_in_train:
                 return method(self, *args, **kwargs)
-            _check_model(self)
+            check_model(self)
             if follow_options(self):
                 self._build_components()
             if method.__name__ == "train":
@@ -64,7 +64,7 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
     return checked
 
 
-def _check_model(trainer: Any) -> None:
+def check_model(trainer: Any) -> None:
     """ValueError if a script has given the trainer another model, which would be neither sampled nor trained, or the
     model another `generate`, which would not be called."""
     if trainer.model_init is not None:  # a search makes the model of each trial

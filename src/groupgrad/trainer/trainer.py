@@ -57,7 +57,7 @@ from groupgrad.scoring.forward import errors_of_passes, score_tokens, shares_beg
 from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer import build, component_options, dataset_checks
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
-from groupgrad.trainer.checked_entry import follow_options, one_thread
+from groupgrad.trainer.checked_entry import check_model, follow_options, one_thread
 from groupgrad.trainer.constructor_arguments import (
     check_optimizer,
     resolve_config,
@@ -262,6 +262,7 @@ class GRPOTrainer(Hooks):
 
         `index` is the place among the step's micro-batches of the one that needs it first.
         """
+        check_model(self)  # a callback may have changed it since the training began
         rows = key.rows
         if rows is None:  # a checkpoint should have held the generation batch
             groups = self.plan.rank_groups(dist.rank(), key.generation)
