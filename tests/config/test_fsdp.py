@@ -45,7 +45,6 @@ def config(**settings):
         ({"fsdp_config": {"version": 1}}, ["fsdp_version 1", "only FSDP 2 is supported"]),
         ({"optim": "adafactor"}, ["optim='adafactor'", "adamw_torch, adamw_torch_fused, sgd"]),
         ({"fp16": True}, ["fp16=True (set bf16=True, or neither)"]),
-        ({"save_in_background": True}, ["save_in_background=True (set it to False)"]),
         ({"sync_ref_model": True, "beta": 0.1}, ["sync_ref_model=True (set it to False)"]),
         ({"cast_lm_head_to_fp32": True}, ["cast_lm_head_to_fp32=True (set it to False)"]),
         ({"torch_compile": True}, ["torch_compile=True (set it to False)"]),

@@ -135,7 +135,6 @@ BAD: list[tuple[dict, list[str]]] = [
         {"deepspeed": ZERO_3, "ds3_gather_for_generation": False},
         ["ds3_gather_for_generation=False", "use_vllm to True"],
     ),
-    ({"deepspeed": ZERO_3, "save_in_background": True}, ["save_in_background=True", "Set it to False"]),
     ({"deepspeed": ZERO_3, "cast_lm_head_to_fp32": True}, ["cast_lm_head_to_fp32=True", "Set that to False"]),
     ({"deepspeed": ZERO_3, "beta": 0.1, "sync_ref_model": True}, ["sync_ref_model=True", "ZeRO stage 1 or 2"]),
     (

@@ -124,6 +124,7 @@ SHOWN = {  # fields that no row of tests/mutations.yaml disconnects, and the tes
 UNUSED = {  # fields that have no effect beside the defaults of the others; setting them to these values warns
     "pad_to_multiple_of": 8,
     "engine_pack_weights": True,
+    "save_in_background": True,
     "ds3_gather_for_generation": False,
     "transformers_continuous_batching_config": {"a": 1},
     "vllm_mode": "server",

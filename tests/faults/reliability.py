@@ -33,7 +33,6 @@ It is an argument of `trainer.train()`, and a field of the configuration for a c
 |---|---|
 | `allow_partial_resume` | resume without what is damaged or does not fit: optimizer, schedule, randomness, rollouts |
 | `resume_learning_rate` | the configured learning rate replaces the checkpoint's |
-| `save_in_background` | write a checkpoint while training goes on, from a copy in host memory |
 
 A run goes on with the parameters that the checkpoint's run has trained, in the same adapter and model. If some were
 added, removed or changed, an error names them. The optimizer's state goes to each parameter by its name, so their order
@@ -45,9 +44,6 @@ loads.
 
 Changed options are listed with the value in force. `save_steps`, `eval_steps` and `logging_steps` are those of the new
 configuration, or of a callback that sets them when training begins.
-
-With `save_in_background`, `on_save` is called once a checkpoint is complete. One save is under way at a
-time: the next one, the end of training, a signal and an error wait for it.
 
 An old checkpoint is removed when the new one has its name, so that one whole checkpoint is there at every moment:
 `save_total_limit=1` needs room for two checkpoints, and with `load_best_model_at_end` for three.

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupgrad.checkpoints import host_copies
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
 
@@ -43,17 +42,6 @@ def copied(straight, tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["waiting", "behind"])
-def run_folder(request, new_trainer, copied, tmp_path, monkeypatch) -> Path:
-    """A run folder with two checkpoints, which training has waited for or not."""
-    if not request.param:
-        return copied
-    monkeypatch.setattr(host_copies, "LARGE_BYTES", 1)
-    new_trainer(tmp_path / "behind", save_in_background=True, max_steps=2).train()
-    (tmp_path / "behind" / "README.md").unlink()
-    return tmp_path / "behind"
-
-
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.fault(
     "any file of a checkpoint is deleted, emptied, halved, or has one bit flipped",
@@ -61,7 +49,8 @@ def run_folder(request, new_trainer, copied, tmp_path, monkeypatch) -> Path:
     "names the one that it skipped",
     "the steps since that checkpoint",
 )
-def test_every_file(run_folder, caplog, damage):
+def test_every_file(copied, caplog, damage):
+    run_folder = copied
     broken, tried, named = run_folder / "checkpoint-2", 0, 0
     for path in sorted(broken.rglob("*")):
         kept = path.read_bytes()

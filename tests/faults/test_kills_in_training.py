@@ -22,8 +22,6 @@ from injected_kills import count_changes, run_and_kill
 from peft import LoraConfig
 from small_runs import letters_reward, without_times
 
-from groupgrad.checkpoints import host_copies
-
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "iterations": {"num_iterations": 2, "max_steps": 4},
@@ -35,7 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "program": {"program": True, "max_completion_length": 40, "agent_sampling": "request"},
     "stream": {"stream": True},
     "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-    "background": {"save_in_background": True, "save_total_limit": 2},
     "completions_and_rotation": {"log_completions": True, "num_completions_to_print": 0, "save_total_limit": 1},
 }
 
@@ -80,8 +77,7 @@ def is_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
     "weights, optimizer and logs end bit for bit like those of a run that nobody killed",
     "the steps since the last checkpoint, which are made again",
 )
-def test_a_killed_run_ends_like_another(new_trainer, tmp_path: Path, kind, monkeypatch):
-    monkeypatch.setattr(host_copies, "LARGE_BYTES", 1)
+def test_a_killed_run_ends_like_another(new_trainer, tmp_path: Path, kind):
     settings = settings_of(kind)
     undisturbed = new_trainer(tmp_path / "undisturbed", **settings)
     status, changes = run_and_kill(undisturbed.train, tmp_path / "undisturbed")

@@ -133,14 +133,13 @@ CASES: dict[str, dict[str, Any]] = {
     # Most prompts have no image, so that often one rank alone passes through the vision tower.
     "images": {"images": True, "gradient_checkpointing": True, "optim": "sgd", "learning_rate": 0.1},
     "hybrid": {"hybrid": "qwen3_5", "beta": 0.1, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2},
-    # Saved behind training, and resumed within a generation batch.
+    # Resumed within a generation batch.
     "resumed": {
         **TWO_STEPS,
         "save_strategy": "steps",
         "save_steps": 1,
         "logging_steps": 3,
         "resume_from": 1,
-        "behind": True,
     },
 }
 QUICK = ("dapo", "clip_cov", "flat_groups", "rows_stay", "turns", "lora", "resumed")

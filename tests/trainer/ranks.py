@@ -13,7 +13,6 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.checkpoints import host_copies
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import base_fixtures as BASE
@@ -68,8 +67,6 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
         accumulation = max(1, accumulation // ranks)
     rows = settings.pop("step_rows") // accumulation // ranks
     settings.pop("resume_from", None)
-    if settings.pop("behind", False):
-        settings["save_in_background"], host_copies.LARGE_BYTES = True, 1
     reward = settings.pop("reward", HELP.letters_reward)
     extra: dict[str, Any] = {}
     if reward == "model":

@@ -9,17 +9,15 @@ import os
 import re
 import shutil
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from groupgrad import dist
-from groupgrad.checkpoints.host_copies import held_back
 from groupgrad.checkpoints.manifest import FileDigest, Manifest, digest, file_names, sync, sync_folders
 
 logger = logging.getLogger(__name__)
@@ -97,103 +95,22 @@ def save(
     all ranks too.
     """
     target = run_folder / f"checkpoint-{step}"
-    with _begun(target) as (folder, view):
-        _write(parts, folder)
+    folder, view = run_folder / UNFINISHED / target.name, None
+    try:
+        view = _prepare(folder)
+        for part in parts:
+            with _agreed(folder):
+                part(folder)
         digests = _digests(folder, view)
         with _agreed(folder):
             if view.leads:
                 _finish(folder, target, Manifest(step, dist.world_size(), digests, **describe()))
-    return target
-
-
-def save_behind(
-    run_folder: Path,
-    step: int,
-    parts: Sequence[Callable[[Path], None]],
-    describe: Callable[[], Mapping[str, Any]],
-    free_memory: Callable[[], int],
-) -> SaveBehind:
-    """Begins to write `checkpoint-<step>` and returns while large files are still to be written. Collective.
-
-    The first four arguments, and the files, are those of `save`. What `parts` give to be saved is copied into host
-    memory, of which `free_memory` tells the free bytes, so it may change after the return. Only one save may be under
-    way.
-    """
-    target = run_folder / f"checkpoint-{step}"
-    with _begun(target) as (folder, view):
-        waiting: list[Callable[[], None]] = []
-        with held_back(folder, free_memory) if view.leads else nullcontext(waiting) as waiting:
-            _write(parts, folder)
-        with _agreed(folder):
-            unlisted = Manifest(step, dist.world_size(), {}, **describe())
-    return SaveBehind(target, folder, waiting, unlisted if view.leads else None)
-
-
-class SaveBehind:
-    """A checkpoint whose files a thread of this process writes, on the rank that leads its folder. No collectives."""
-
-    def __init__(self, target: Path, folder: Path, waiting: list[Callable[[], None]], manifest: Manifest | None):
-        self.target = target
-        """The checkpoint's folder, once it is written."""
-        self._folder, self._waiting, self._manifest = folder, waiting, manifest
-        self.error: Exception | None = None
-        """The error that kept the checkpoint from being written; known once `is_done()`."""
-        # A second interrupt ends the process at once, whatever is being written.
-        self._thread = threading.Thread(target=self._run, name="groupgrad-save", daemon=True)
-        if manifest is not None:
-            self._thread.start()
-
-    def is_done(self) -> bool:
-        """True once this rank has written its part, or failed to."""
-        return not self._thread.is_alive()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until `is_done()`, which it returns."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return self.is_done()
-
-    def finish(self) -> Path:
-        """Waits for all ranks and returns the checkpoint. Collective. Raises what `save` would have raised."""
-        self.wait()
-        with _agreed(self._folder):
-            if self.error is not None:
-                raise self.error
-        return self.target
-
-    def _run(self) -> None:
-        assert self._manifest is not None
-        try:
-            while self._waiting:
-                self._waiting.pop(0)()
-            digests = _synced_digests(self._folder, file_names(self._folder))
-            _finish(self._folder, self.target, replace(self._manifest, files=digests))
-        except Exception as error:
-            self.error = _as_failure(error, self._folder)
-            shutil.rmtree(self._folder.parent, ignore_errors=True)
-        finally:
-            self._waiting.clear()
-
-
-@contextmanager
-def _begun(target: Path) -> Iterator[tuple[Path, _FolderView]]:
-    """An empty folder aside for the checkpoint at `target`, removed if the body raises. Collective at its start."""
-    folder, view = target.parent / UNFINISHED / target.name, None
-    try:
-        view = _prepare(folder)
-        yield folder, view
-    except BaseException as error:
+    except Exception:
         # What killed this process or another is not undone here: the next start sweeps it.
-        if isinstance(error, Exception) and (view is None or view.leads):
+        if view is None or view.leads:
             shutil.rmtree(folder.parent, ignore_errors=True)
         raise
-
-
-def _write(parts: Sequence[Callable[[Path], None]], folder: Path) -> None:
-    """Collective. Writes all parts, or raises what one of them raises on one rank."""
-    for part in parts:
-        with _agreed(folder):
-            part(folder)
+    return target
 
 
 def _prepare(folder: Path) -> _FolderView:
@@ -234,18 +151,11 @@ def _digests(folder: Path, view: _FolderView) -> dict[str, FileDigest]:
     """Syncs and reads all files of a folder, shared out among the ranks that see it. Collective."""
     mine: dict[str, FileDigest] = {}
     with _agreed(folder):
-        mine = _synced_digests(folder, view.share(file_names(folder)))
+        for name in view.share(file_names(folder)):
+            sync(folder / name)
+            mine[name] = digest(folder / name)
     by_rank = dist.all_gather_objects(mine)
     return dict(sorted(item for rank in view.members for item in by_rank[rank].items()))
-
-
-def _synced_digests(folder: Path, names: list[str]) -> dict[str, FileDigest]:
-    """Syncs and reads these files of a folder."""
-    found: dict[str, FileDigest] = {}
-    for name in names:
-        sync(folder / name)
-        found[name] = digest(folder / name)
-    return found
 
 
 def _finish(folder: Path, target: Path, manifest: Manifest) -> None:

@@ -306,7 +306,6 @@ def beside_fsdp(c: GRPOSettings) -> str:
     conflicts = {
         "fp16=True (set bf16=True, or neither)": c.fp16,
         "stochastic_rounding=True (set it to False)": c.stochastic_rounding,
-        "save_in_background=True (set it to False)": c.save_in_background,
         "sync_ref_model=True (set it to False)": c.sync_ref_model,
         "cast_lm_head_to_fp32=True (set it to False)": c.cast_lm_head_to_fp32,
         "torch_compile=True (set it to False)": c.torch_compile,

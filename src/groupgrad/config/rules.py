@@ -192,10 +192,6 @@ RULES: tuple[Rule, ...] = (
         "1 or 2",
     ),
     Rule(
-        lambda c: c.save_in_background and uses_deepspeed(c),
-        "save_in_background=True does not go with DeepSpeed, which writes its files itself. Set it to False",
-    ),
-    Rule(
         conditions.parallel_sizes,
         "parallelism_config with {found} splits sequences or weights over processes in accelerate's way, which is not "
         "part of this version. Set those sizes to 1; context_parallel_size and fsdp split sequences and weights here",

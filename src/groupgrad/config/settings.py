@@ -91,11 +91,7 @@ class GRPOSettings(LegacyArguments):
     )
 
     # --- Saving and resuming ---
-    save_in_background: bool = _option(
-        False,
-        "Write checkpoints while training goes on, from a copy of weights and optimizer state in host memory. If the "
-        "copy would take more than half of the free memory, training waits for the checkpoint, and a line says so.",
-    )
+    save_in_background: bool = _option(False, "Without effect: training waits until a checkpoint is written.")
     allow_partial_resume: bool = _option(
         False,
         "Resume from a checkpoint with damaged or missing parts (optimizer, scheduler, random streams, rollouts), with "

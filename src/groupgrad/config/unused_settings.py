@@ -100,6 +100,7 @@ UNUSED: tuple[UnusedSettings, ...] = (
         lambda c: mapping(c.reward_model_init_kwargs).get("device_map") is not None,
     ),
     UnusedSettings(("pad_to_multiple_of",), "nothing is padded"),
+    UnusedSettings(("save_in_background",), "training waits until a checkpoint is written"),
     UnusedSettings(("engine_pack_weights",), "the compiled kernels read weights in place"),
     UnusedSettings(("ds3_gather_for_generation",), "DeepSpeed ZeRO-3 is not in use", lambda c: zero_stage(c) != 3),
     UnusedSettings(

@@ -160,10 +160,7 @@ _OF_OPTIMIZER = (
 )
 """Options that are read once, when the first training makes the optimizer; later trainings go on with it."""
 
-_READ_DURING_TRAINING = (
-    *("save_in_background", "top_entropy_quantile", "sync_ref_model", "ref_model_sync_steps"),
-    "ref_model_mixup_alpha",
-)
+_READ_DURING_TRAINING = (*("top_entropy_quantile", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),)
 """Options of groupgrad that a callback may change between steps. Those of transformers are left to its `Trainer`."""
 
 

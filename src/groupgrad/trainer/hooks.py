@@ -23,7 +23,7 @@
     get_eval_dataloader, get_test_dataloader     whole groups                         groups are compared
     evaluation_loop *                            sample and score groups              there are no predictions
     _save_checkpoint, save_model                 `Saves`: aside, then renamed         a checkpoint is whole or not there
-    _finalize_training                           end of a save; loss of all ranks     `Trainer` takes this rank's alone
+    _finalize_training                           loss of all ranks                    `Trainer` takes this rank's alone
     _load_best_model                             `Resume`                             weights are verified before
     create_model_card                            the run's own card                   `Trainer` knows no GRPO
 
@@ -188,7 +188,6 @@ class Hooks(TRLNames, Trainer):
                 self.progress,
                 self._in_run_folder(),
                 self._watched("the training loop"),
-                self.saves.until_written(),
                 self.stops.at_signals(),
             ):
                 if request is None and trial is None:
@@ -436,7 +435,6 @@ class Hooks(TRLNames, Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Collective. `Trainer`'s, which would take the losses since the last log event from this rank alone."""
         self._tr_loss.fill_(dist.all_sum([float(self._tr_loss)])[0] / dist.world_size())
-        self.saves.finish()
         return super()._finalize_training(*args, **kwargs)
 
     def _flush_completions(self, phase: str) -> None:

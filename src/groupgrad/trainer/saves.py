@@ -1,15 +1,12 @@
-"""Writes the checkpoints of a run: whole or not there, at once or behind training."""
+"""Writes the checkpoints of a run: whole or not there."""
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,10 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from groupgrad import dist, stopping
-from groupgrad.activity import Hung, doing
+from groupgrad.activity import doing
 from groupgrad.checkpoints import saving, sharded_files
 from groupgrad.checkpoints.manifest import SCHEDULER, TRAINER_STATE
 from groupgrad.errors import CheckpointNotSaved, NonFiniteError
-from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.adapters import adapter_settings, is_adapted
 from groupgrad.models.load import nonfinite_weights
 from groupgrad.models.shards import is_fully_sharded, unsharded_classes
@@ -34,21 +30,6 @@ from groupgrad.trainer.resuming import Resume
 logger = logging.getLogger(__name__)
 
 
-WAIT_OF_HUNG_S = 5.0
-"""Time that a run which ends because a phase hangs waits for a checkpoint under way."""
-
-
-@dataclass(slots=True, frozen=True)
-class SaveUnderWay:
-    """A checkpoint that is written while training goes on."""
-
-    save: saving.SaveBehind
-    state: Any
-    """`TrainerState` of its step, for `on_save`."""
-    best: str | None
-    """The best checkpoint before it."""
-
-
 class Saves:
     """The checkpoints of one trainer. It takes the place of `Trainer._save_checkpoint`, which writes in place."""
 
@@ -58,84 +39,41 @@ class Saves:
         """Why the last checkpoint of this training could not be written; None if it was."""
         self.last_step: int | None = None
         """The last step that this training has saved in its folder."""
-        self._under_way: SaveUnderWay | None = None
-        """The checkpoint that is being written behind training; the same on all ranks."""
 
     def begin_training(self) -> None:
         """Collective. Begins anew, without the saves of an earlier training, and deletes unfinished checkpoints."""
         trainer = self._trainer
         run_folder = Path(trainer._get_output_dir(trainer.trial))
-        self._end()
         with dist.errors_on_all_ranks():
             if trainer.args.should_save and os.access(run_folder, os.W_OK):
                 saving.sweep(run_folder)
         self.not_saved = self.last_step = None
 
     def write(self, trial: Any, *, is_pause: bool = False) -> None:
-        """Collective. Writes the checkpoint of the present step, or begins to; without space training goes on and a
-        later save may succeed. `is_pause` for the checkpoint of a pause, which a run without pauses does not have."""
+        """Collective. Writes the checkpoint of the present step; without space training goes on and a later save may
+        succeed. `is_pause` for the checkpoint of a pause, which a run without pauses does not have."""
         trainer = self._trainer
         if not is_pause:
             with trainer.goes_on_without("the model card"):
                 trainer.create_model_card()  # before the checkpoint, which is pushed with it
         with stopping.finishing(), doing("saving"):
-            self.finish()
             if trainer.hp_search_backend is None and trial is None:
                 trainer.store_flos()
             best = trainer.state.best_model_checkpoint
             vars(trainer.callback_handler).pop("on_save", None)
-            begin = saving.save
-            # The checkpoint of a signal is the run's last: its end waits for it, and says whether it was written.
-            if trainer.args.save_in_background and not any(dist.all_gather_objects(bool(stopping.requested()))):
-                begin = partial(saving.save_behind, free_memory=partial(free_bytes, torch.device("cpu")))
             folder, step = Path(trainer._get_output_dir(trial=trial)), trainer.state.global_step
             try:
-                saved = begin(folder, step, self._parts(folder), self._description)
+                saved = saving.save(folder, step, self._parts(folder), self._description)
             except saving.SaveFailed as error:
-                self._note_not_saved(error, best)
+                self.not_saved, trainer.state.best_model_checkpoint = str(error), best
+                logger.error("%s; older checkpoints are as they were, and training goes on without this one", error)
                 self._skip_on_save()
                 return
-            if isinstance(saved, saving.SaveBehind):
-                self._under_way = SaveUnderWay(saved, copy.copy(trainer.state), best)
-                self._skip_on_save()
-            else:
-                self._note_saved(saved)
-
-    def finish(self, *, wait: bool = True) -> None:
-        """Collective where a save is under way. Waits for it, or, without `wait`, returns if some rank still writes;
-        then does what follows a save: rotation, push, `on_save`."""
-        trainer, under_way = self._trainer, self._under_way
-        if under_way is None:
-            return
-        if not wait and not all(dist.all_gather_objects(under_way.save.is_done())):
-            return
-        self._under_way = None
-        with doing("saving"):
-            try:
-                folder = under_way.save.finish()
-            except saving.SaveFailed as error:
-                self._note_not_saved(error, under_way.best)
-                return
-            self._note_saved(folder)
-        should_save = trainer.control.should_save
-        vars(trainer.callback_handler).pop("on_save", None)
-        trainer.control = trainer.callback_handler.on_save(trainer.args, under_way.state, trainer.control)
-        trainer.control.should_save = should_save
-
-    @contextmanager
-    def until_written(self) -> Iterator[None]:
-        """Context of training, which does not end while this rank writes a checkpoint; a second interrupt ends it."""
-        wait_s: float | None = None
-        try:
-            yield
-        except KeyboardInterrupt:
-            wait_s = 0.0
-            raise
-        except Hung:
-            wait_s = WAIT_OF_HUNG_S
-            raise
-        finally:
-            self._end(wait_s)
+            self.not_saved, self.last_step = None, step
+            if trainer.args.push_to_hub:
+                trainer._push_from_checkpoint(str(saved))
+            if trainer.args.should_save:  # older ones go once this one has its name
+                saving.rotate(folder, trainer.args.save_total_limit, saved, trainer.state.best_model_checkpoint)
 
     def raise_if_not_saved(self) -> None:
         """CheckpointNotSaved if the training that has just ended could not write its last checkpoint."""
@@ -178,35 +116,8 @@ class Saves:
                     "with a lower learning_rate"
                 )
 
-    def _end(self, timeout_s: float | None = None) -> None:
-        """Waits for what this rank writes, without the other ranks."""
-        under_way = self._under_way
-        if under_way is None:
-            return
-        with doing("saving"):
-            if not under_way.save.wait(timeout_s):
-                return
-        self._under_way = None
-        if under_way.save.error is not None:
-            logger.error("%s; older checkpoints are as they were", under_way.save.error)
-
-    def _note_saved(self, folder: Path) -> None:
-        """After a checkpoint has its name: push it, and remove older ones."""
-        trainer, self.not_saved = self._trainer, None
-        self.last_step = saving.step_of(folder)
-        if trainer.args.push_to_hub:
-            trainer._push_from_checkpoint(str(folder))
-        if trainer.args.should_save:
-            best = trainer.state.best_model_checkpoint
-            saving.rotate(folder.parent, trainer.args.save_total_limit, folder, best)
-
-    def _note_not_saved(self, error: saving.SaveFailed, best: str | None) -> None:
-        """After a checkpoint could not be written; `best` is the best one without it."""
-        self.not_saved, self._trainer.state.best_model_checkpoint = str(error), best
-        logger.error("%s; older checkpoints are as they were, and training goes on without this one", error)
-
     def _skip_on_save(self) -> None:
-        """Skips `on_save` for a checkpoint that is not there, or not yet: some callbacks would read it."""
+        """Skips `on_save` for a checkpoint that is not there: some callbacks would read it."""
         handler: Any = self._trainer.callback_handler
 
         def skipped(args: Any, state: Any, control: Any) -> Any:

@@ -170,8 +170,6 @@ class Stops:
     def _save_last_step(self) -> None:
         """Collective. Writes the checkpoint of the last whole step, unless it exists already or no step was made."""
         trainer = self._trainer
-        with stopping.finishing():
-            self._saves.finish()
         step, resumed = trainer.state.global_step, self._resume.point
         folder = Path(trainer._get_output_dir(trainer.trial)) / f"checkpoint-{step}"
         if not step or self._saves.last_step == step or (resumed is not None and resumed.folder == folder):

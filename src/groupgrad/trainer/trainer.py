@@ -231,7 +231,6 @@ class GRPOTrainer(Hooks):
 
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
-        self.saves.finish(wait=False)
         self._step_log = StepLog()
         model.train()
         self.optimizer.train()  # pyright: ignore  # some optimizers train at other weights than they evaluate
