@@ -35,12 +35,11 @@ It is an argument of `trainer.train()`, and a field of the configuration for a c
 | `resume_learning_rate` | the configured learning rate replaces the checkpoint's |
 
 A run goes on with the parameters that the checkpoint's run has trained, in the same adapter and model. If some were
-added, removed or changed, an error names them. The optimizer's state goes to each parameter by its name, so their order
-and their groups may differ. With `allow_partial_resume` more or fewer parameters of the same model may train: those
-that both runs train keep their state. Checkpoints of older releases and of TRL do not name trained parameters:
-weights that they lack, and an optimizer's state of other shapes, are errors while they are loaded. A KL divergence goes
-on with the reference that the run began with: give that model as `model`, not the checkpoint, whose weights a resume
-loads.
+added, removed or changed, or if the optimizer holds them in another order, an error says so. With
+`allow_partial_resume` other parameters of the same model may train, and the optimizer begins anew. Checkpoints of
+older releases and of TRL do not name trained parameters: weights that they lack, and an optimizer's state of other
+shapes, are errors while they are loaded. A KL divergence goes on with the reference that the run began with: give that
+model as `model`, not the checkpoint, whose weights a resume loads.
 
 Changed options are listed with the value in force. `save_steps`, `eval_steps` and `logging_steps` are those of the new
 configuration, or of a callback that sets them when training begins.

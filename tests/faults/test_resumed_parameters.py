@@ -180,52 +180,44 @@ def test_the_same_set_resumes_bit_for_bit_without_a_remark(kind, runs, tmp_path,
 
 @pytest.mark.fault(
     "a run is resumed with its parameters in another order or in other groups of the optimizer",
-    "each gets its own state by name",
-    "nothing",
+    "an error; with allow_partial_resume=True the optimizer begins anew",
+    "nothing, or the optimizer's state",
 )
-def test_a_reordering_resumes(saved, tmp_path):
-    def optimizer(model: Any, reverse: bool) -> torch.optim.Optimizer:
-        named = list(model.named_parameters())
-        norms = [p for name, p in named if "norm" in name]
-        others = [p for name, p in named if "norm" not in name]
-        groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-        if reverse:
-            groups = [{**group, "params": group["params"][::-1]} for group in groups[::-1]]
-        return torch.optim.AdamW(groups, lr=1e-2)
+@pytest.mark.parametrize("change", ["order", "groups"])
+def test_a_reordering_is_refused(change, tmp_path, caplog):
+    def optimizer(model: Any, change: str | None) -> torch.optim.Optimizer:
+        norms = [p for name, p in model.named_parameters() if "norm" in name]
+        others = [p for name, p in model.named_parameters() if "norm" not in name]
+        if change == "order":
+            norms.reverse()
+        elif change == "groups":
+            norms.append(others.pop())
+        return torch.optim.AdamW([{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}])
 
-    def run(folder: str, *, reverse: bool, steps: int) -> GRPOTrainer:
+    def run(change: str | None, **settings: Any) -> GRPOTrainer:
         model = model_of()
-        settings: dict[str, Any] = {"max_steps": steps, "save_steps": 2}
-        return make(tmp_path / folder, model, optimizers=(optimizer(model, reverse), None), **settings)
+        return make(tmp_path, model, optimizers=(optimizer(model, change), None), max_steps=2, save_steps=1, **settings)
 
-    straight = run("straight", reverse=False, steps=4)
-    straight.train()
-    resumed = run("resumed", reverse=True, steps=4)
-    resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
-    for (name, p), expected in zip(resumed.model.named_parameters(), straight.model.parameters()):
-        assert torch.equal(p, expected), name
-        assert torch.equal(resumed.optimizer.state[p]["exp_avg_sq"], straight.optimizer.state[expected]["exp_avg_sq"])
+    run(None).train()
+    checkpoint = str(tmp_path / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="has the state of other parameters than this run trains"):
+        run(change).train(checkpoint)
+    resumed = run(change, allow_partial_resume=True)
+    resumed.train(checkpoint)
+    assert "starts anew" in caplog.text
+    assert {int(state["step"]) for state in resumed.optimizer.state.values()} == {1}
 
 
 @pytest.mark.fault(
     "a run is resumed with more or fewer trained parameters of the same model, and allow_partial_resume=True",
-    "those that both train keep their optimizer state, the others begin anew, and a line names them",
-    "the optimizer state of the others",
+    "the weights go on, the optimizer begins anew, and a line names the parameters",
+    "the optimizer's state",
 )
-def test_partly_the_same_parameters_keep_their_state(saved, tmp_path, caplog):
-    saved_state = torch.load(saved("gates") / "optimizer.pt", weights_only=True)["state"]
+def test_partly_the_same_parameters_begin_a_new_optimizer(saved, tmp_path, caplog):
     trainer = make(tmp_path, training_only("gate_proj", "norm"), allow_partial_resume=True, max_steps=3)
     trainer.train(str(saved("gates")))
     assert "allow_partial_resume" in caplog.text and "input_layernorm.weight (float32 32)" in caplog.text
-    steps = {
-        name: int(trainer.optimizer.state[p]["step"]) for name, p in trainer.model.named_parameters() if p.requires_grad
-    }
-    assert {name: steps[name] for name in steps if "gate" in name} == {
-        "model.layers.0.mlp.gate_proj.weight": 3,
-        "model.layers.1.mlp.gate_proj.weight": 3,
-    }
-    assert {step for name, step in steps.items() if "gate" not in name} == {1}
-    assert len(saved_state) == 2
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
 
 
 def test_partly_the_same_parameters_without_names_begin_anew(saved, tmp_path, caplog):
@@ -237,7 +229,7 @@ def test_partly_the_same_parameters_without_names_begin_anew(saved, tmp_path, ca
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "sgd"])
-def test_other_optimizers_are_matched_by_name_too(optim, tmp_path):
+def test_other_optimizers_are_checked_too(optim, tmp_path):
     settings = {"optim": optim, "max_steps": 3}
     make(tmp_path / "straight", training_only("gate_proj", "norm"), **{**settings, "max_steps": 2}).train()
     with pytest.raises(CheckpointError, match="not trained then"):

@@ -13,7 +13,7 @@ import torch
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
-from groupgrad.trainer.resumed_optimizer import apply_learning_rate
+from groupgrad.trainer.resuming import scale_learning_rate
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_schedule_that_multiplies_the_rate_goes_on_from_the_new_one():
     """Three times the rate of 0.1, which the schedule then halves."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    apply_learning_rate(optimizer, scheduler, {"learning_rate": 0.3}, {"learning_rate": 0.1})
+    scale_learning_rate(optimizer, scheduler, 3.0)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3, rel=1e-12)
     optimizer.step()
     scheduler.step()

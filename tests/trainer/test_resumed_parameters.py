@@ -17,8 +17,7 @@ from groupgrad.checkpoints.choosing import ResumePoint
 from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.models.adapters import adapter_settings
 from groupgrad.models.load import load_renamed_checkpoint
-from groupgrad.trainer.resumed_optimizer import matched_by_name
-from groupgrad.trainer.resumed_parameters import check, raise_if_missing, trained_parameters
+from groupgrad.trainer.resuming import _check_parameters, raise_if_missing, trained_parameters
 
 
 def assert_loads(model: Any, folder: Path) -> None:
@@ -66,24 +65,4 @@ def test_every_adapter_fits(model, tmp_path, kind, name):
     trainer = SimpleNamespace(model=adapted, optimizer=None, is_deepspeed_enabled=False, args=args)
     named = Manifest(1, 1, {}, trained=trained_parameters(adapted), adapter=adapter_settings(adapted))
     for manifest in (None, named):
-        check(trainer, ResumePoint(tmp_path, manifest), None)
-
-
-def test_states_are_matched_by_name_into_other_groups():
-    """Worked by hand: a, b | c becomes d, c | b, a; d is new, and its group takes c's options."""
-    state = {
-        "state": {0: {"m": "of a"}, 1: {"m": "of b"}, 2: {"m": "of c"}},
-        "param_groups": [
-            {"lr": 0.5, "weight_decay": 0.1, "params": [0, 1]},
-            {"lr": 0.5, "weight_decay": 0.0, "params": [2]},
-        ],
-    }
-    groups = [{"lr": 9.0, "weight_decay": 9.0, "params": [0, 1]}, {"lr": 9.0, "weight_decay": 9.0, "params": [2, 3]}]
-    matched = matched_by_name(state, ["a", "b", "c"], groups, ["d", "c", "b", "a"])
-    assert matched["state"] == {1: {"m": "of c"}, 2: {"m": "of b"}, 3: {"m": "of a"}}
-    assert matched["param_groups"] == [
-        {"lr": 0.5, "weight_decay": 0.0, "params": [0, 1]},
-        {"lr": 0.5, "weight_decay": 0.1, "params": [2, 3]},
-    ]
-    (alone,) = matched_by_name(state, ["a", "b", "c"], [{**groups[0], "params": [0]}], ["d"])["param_groups"]
-    assert alone == {"lr": 0.5, "weight_decay": 9.0, "params": [0]}
+        _check_parameters(trainer, ResumePoint(tmp_path, manifest), None)

@@ -95,7 +95,7 @@ class GRPOSettings(LegacyArguments):
     allow_partial_resume: bool = _option(
         False,
         "Resume from a checkpoint with damaged or missing parts (optimizer, scheduler, random streams, rollouts), with "
-        "more or fewer trained parameters, or with another reference; what starts anew is named. Weights and the step "
+        "other trained parameters, or with another reference; what starts anew is named. Weights and the step "
         "count must be whole, and the weights and the adapter those of this run's model.",
     )
     resume_learning_rate: bool = _option(

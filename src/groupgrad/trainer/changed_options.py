@@ -38,6 +38,7 @@ _WITHOUT_INFLUENCE = {
     *("resume_from_checkpoint", "resume_learning_rate", "run_name", "tool_threads", "vllm_group_port"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
 }
+_IN_THE_OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _PACKAGES = ("groupgrad", "torch", "transformers", "accelerate", "datasets", "numpy", "peft", "deepspeed", "vllm")
 
 
@@ -76,31 +77,28 @@ def installed_versions() -> dict[str, str]:
 def differences(
     then: Mapping[str, Any],
     now: Mapping[str, Any],
-    optimizer_then: Mapping[str, Any],
-    optimizer_now: Mapping[str, Any],
     *,
+    keeps_optimizer: bool,
     new_learning_rate: bool,
     reference: str | None = None,
 ) -> list[Difference]:
     """The options that differ, and which value is in force.
 
-    `optimizer_then` and `optimizer_now` are what the optimizer has restored and what it was made with. `reference` is
-    the name of the reference model, perhaps empty; a checkpoint of a run without a KL term knows of none.
+    `keeps_optimizer`: the optimizer goes on with its state. `reference` is the name of the reference model, perhaps
+    empty; a checkpoint of a run without a KL term knows of none.
     """
-    first = f"now, the KL is measured from {reference or 'the model'!r} as it was loaded"
-    found = [
-        Difference(name, then[name], value, first if name == "beta" and not then[name] and value else "now")
+    winners: dict[str, str] = {}
+    if keeps_optimizer:
+        winners = dict.fromkeys(_IN_THE_OPTIMIZER, "then, the optimizer's state has it")
+        if not new_learning_rate:
+            winners["learning_rate"] = "then; resume_learning_rate=True applies the new one"
+    if not then.get("beta"):
+        winners["beta"] = f"now, the KL is measured from {reference or 'the model'!r} as it was loaded"
+    return [
+        Difference(name, then[name], value, winners.get(name, "now"))
         for name, value in now.items()
-        if name in then and then[name] != value and name not in optimizer_then
+        if name in then and then[name] != value
     ]
-    for name, value in optimizer_then.items():
-        other = optimizer_now.get(name, value)
-        if other != value:
-            winner = "then, the optimizer's state has it"
-            if name == "learning_rate":
-                winner = "now" if new_learning_rate else "then; resume_learning_rate=True applies the new one"
-            found.append(Difference(name, value, other, winner))
-    return found
 
 
 def changed_intervals(state: TrainerState, config: GRPOConfig) -> list[Difference]:

@@ -83,8 +83,7 @@ from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.given_model import trials_from_present_weights
 from groupgrad.trainer.gradients import GradientSums, GradientSync, deterministic_cpu
 from groupgrad.trainer.hangs import Watch
-from groupgrad.trainer.resumed_parameters import raise_if_missing
-from groupgrad.trainer.resuming import Resume
+from groupgrad.trainer.resuming import Resume, raise_if_missing
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.saves import Saves

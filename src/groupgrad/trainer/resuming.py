@@ -1,24 +1,36 @@
-"""Resumes a run from a verified checkpoint: weights, optimizer, schedule, data and random streams."""
+"""Resumes a run from a verified checkpoint: weights, optimizer, schedule, data and random streams.
+
+A run goes on with the parameters that its checkpoint has trained. The manifest names them and the adapter's settings,
+so that others are refused before anything is loaded. Checkpoints without a manifest have the settings alone; what else
+differs shows when their weights and their optimizer's state are loaded.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import IterableDataset
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from groupgrad import dist
 from groupgrad.checkpoints import sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint, choose
-from groupgrad.models.adapters import is_adapted
+from groupgrad.checkpoints.manifest import OPTIMIZER, SCHEDULER, Manifest
+from groupgrad.errors import CheckpointError
+from groupgrad.models.adapters import active_adapters, adapter_settings, is_adapted, leaves_base_unchanged_by
 from groupgrad.models.load import load_renamed_checkpoint
 from groupgrad.models.model_names import model_source
-from groupgrad.models.shards import is_sharded
+from groupgrad.models.shards import is_fully_sharded, is_sharded
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.trainer import changed_options, resumed_optimizer, resumed_parameters
+from groupgrad.models.weights import plain_name
+from groupgrad.trainer import changed_options
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +57,10 @@ class Resume:
         if self.point is None:
             return None
         with dist.errors_on_all_ranks():
-            resumed_parameters.check(trainer, self.point, reference)
-        if self.point.damage and dist.is_main():
-            logger.warning(
-                "allow_partial_resume: %s starts without %s",
-                self.point.folder,
-                ", ".join(f"{name}, which {reason}" for name, reason in self.point.damage.items()),
-            )
+            _check_parameters(trainer, self.point, reference)
+        if self.point.damage:
+            lost = ", ".join(f"{name}, which {reason}" for name, reason in self.point.damage.items())
+            _say("allow_partial_resume: %s starts without %s", self.point.folder, lost)
         self._continue_data(self.point)
         return str(self.point.folder)
 
@@ -81,8 +90,7 @@ class Resume:
         used, step = manifest.prompts_used, manifest.step
         if used != self._planned(step, is_shifted=False):
             self.data_offset = used - self._planned(step, is_shifted=True)
-            if dist.is_main():
-                logger.warning("steps had other sizes in %s: the data go on behind its %d prompts", point.folder, used)
+            _say("steps had other sizes in %s: the data go on behind its %d prompts", point.folder, used)
 
     def load_weights(self, folder: str, model: Any, otherwise: Callable[[], None]) -> None:
         """Collective under FSDP. Restores the weights, whole or in shards, whichever way they were saved."""
@@ -100,7 +108,7 @@ class Resume:
             if missing is None:
                 otherwise()
             else:
-                resumed_parameters.raise_if_missing(missing, inner, folder)
+                raise_if_missing(missing, inner, folder)
 
     def load_best_weights(self, otherwise: Callable[[], None]) -> None:
         """Loads the best checkpoint once training has ended. CheckpointError if it is damaged."""
@@ -115,29 +123,30 @@ class Resume:
         if checkpoint is None or point is None:
             otherwise()
             return
-        then = {} if point.manifest is None else point.manifest.options
-        intervals = changed_options.changed_intervals(trainer.state, trainer.args)
-        configured = resumed_optimizer.optimizer_options(trainer.optimizer)
+        args, optimizer, scheduler = trainer.args, trainer.optimizer, trainer.lr_scheduler
+        then = dict({} if point.manifest is None else point.manifest.options)
+        now = changed_options.deciding_options(args)
+        intervals = changed_options.changed_intervals(trainer.state, args)
         if trainer.is_deepspeed_enabled:
             otherwise()
-        restored = trainer.is_deepspeed_enabled or resumed_optimizer.restore(trainer, point)
-        old = resumed_optimizer.optimizer_options(trainer.optimizer) if restored else {}
-        if trainer.is_deepspeed_enabled:  # which has restored its optimizer already
-            old = {name: then[name] for name in old if name in then}
-            configured = {name: getattr(trainer.args, name) for name in old}
+            restored = True
+        else:
+            now["learning_rate"] = _learning_rate(optimizer)
+            if restored := _restore_optimizer(trainer, point):
+                then["learning_rate"] = _learning_rate(optimizer)
         rows = changed_options.differences(
             then,
-            changed_options.deciding_options(trainer.args),
-            old,
-            configured,
-            new_learning_rate=trainer.args.resume_learning_rate,
+            now,
+            keeps_optimizer=restored,
+            new_learning_rate=args.resume_learning_rate,
             reference=model_source(trainer.model) if trainer.reference is not None else None,
         )
         changed_options.report([*rows, *intervals], checkpoint)
-        if restored and trainer.args.resume_learning_rate:
-            resumed_optimizer.apply_learning_rate(trainer.optimizer, trainer.lr_scheduler, configured, old)
+        rates: tuple[Any, Any] = now["learning_rate"], then.get("learning_rate")
+        if restored and args.resume_learning_rate and all(rates):
+            scale_learning_rate(optimizer, scheduler, rates[0] / rates[1])
         if restored and rows:
-            resumed_optimizer.apply_schedule(trainer.optimizer, trainer.lr_scheduler)
+            _apply_schedule(optimizer, scheduler)
         trainer.run_state.load(checkpoint, world_size=point.world_size, without=point.damage)
 
     def load_random_streams(self, checkpoint: str | None, otherwise: Callable[[], None]) -> None:
@@ -146,3 +155,330 @@ class Resume:
         name = "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
         if checkpoint is None or self.point is None or name not in self.point.damage:
             otherwise()
+
+
+# ------------------------------------------------------------------------------------------ optimizer and schedule
+
+_OF_PARAMETERS_SHAPE = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum", "z"),
+    *("acc_delta", "prev", "state1", "state2"),
+}
+"""States that optimizers keep for each number of a parameter."""
+
+
+def optimizer_class(optimizer: Any) -> str:
+    """Class of an optimizer, without accelerate's wrapper."""
+    return type(getattr(optimizer, "optimizer", None) or optimizer).__name__
+
+
+def _restore_optimizer(trainer: Any, point: ResumePoint) -> bool:
+    """Restores the optimizer and the schedule of a run without DeepSpeed; True if the optimizer has a state.
+
+    Collective under FSDP. What is damaged or missing, and with `allow_partial_resume` what does not fit, starts anew,
+    the schedule at its step.
+    """
+    optimizer, scheduler, folder = trainer.optimizer, trainer.lr_scheduler, point.folder
+    partial = trainer.args.allow_partial_resume
+    saved, present = point.manifest and point.manifest.optimizer, optimizer_class(optimizer)
+    if saved is not None and saved != present:
+        if not partial:
+            raise CheckpointError(
+                f"the optimizer of {folder} is {saved} and this run's is {present} (optim="
+                f"{trainer.args.optimizer_name!r}), which cannot continue its state; set optim as it was, or "
+                "allow_partial_resume=True to begin with a new optimizer"
+            )
+        _say("the optimizer of %s is %s, this run's %s starts anew", folder, saved, present)
+        _forward_schedule(trainer)
+        return False
+    missing = [name for name in (OPTIMIZER, SCHEDULER) if not (folder / name).is_file()]
+    if len(missing) == 2:
+        _say("%s holds no optimizer: a new one starts, at the step of the schedule", folder)
+        _forward_schedule(trainer)
+        return False
+    in_shards = sharded_files.is_present(folder)
+    lacks = [name for name in (OPTIMIZER, SCHEDULER) if name in point.damage]
+    lacks += [name for name in missing if name not in lacks and not (in_shards and name == OPTIMIZER)]
+    if lacks and not partial:
+        raise CheckpointError(
+            f"{folder} lacks {lacks[0]}, without which the run would go on otherwise than it began; resume from "
+            "another checkpoint, or set allow_partial_resume=True to begin anew with what is missing"
+        )
+    if is_fully_sharded(trainer.model) and not in_shards:
+        raise CheckpointError(
+            f"the optimizer of {folder} was saved without FSDP, and this run shards its own; resume without fsdp, or "
+            "start a new run from its weights (model=the checkpoint's folder)"
+        )
+    if in_shards:
+        sharded_files.load_optimizer(folder, trainer.model, optimizer)
+    elif OPTIMIZER not in lacks and not _load_optimizer(trainer, point):
+        lacks.append(OPTIMIZER)
+    if lacks:
+        _forward_schedule(trainer)
+        _say("%s of %s: %s anew", " and ".join(lacks), folder, "start" if len(lacks) > 1 else "starts")
+    else:
+        scheduler.load_state_dict(torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True))
+    return OPTIMIZER not in lacks
+
+
+def _forward_schedule(trainer: Any) -> None:
+    """Moves a new scheduler to the step of the run."""
+    scheduler = trainer.lr_scheduler
+    if hasattr(scheduler, "last_epoch"):
+        scheduler.last_epoch = trainer.state.global_step - 1
+        scheduler._step_count = trainer.state.global_step
+        scheduler.step()
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    """The learning rate before the schedule; None for an optimizer that finds its own."""
+    group = optimizer.param_groups[0]
+    rate = group.get("initial_lr", group.get("lr"))
+    return None if rate is None else float(rate)
+
+
+def scale_learning_rate(optimizer: Any, scheduler: Any, factor: float) -> None:
+    """Multiplies the learning rates of a restored optimizer and its schedule, which goes on at its step."""
+    if factor == 1:
+        return
+    for group in optimizer.param_groups:
+        for key in {"lr", "initial_lr"} & group.keys():
+            group[key] = group[key] * factor
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+
+
+def _apply_schedule(optimizer: Any, scheduler: Any) -> None:
+    """Sets a restored optimizer's learning rates by this run's schedule instead of the checkpoint's.
+
+    Only schedules that are functions of the step have them; others go on from the checkpoint's.
+    """
+    if isinstance(scheduler, LambdaLR):
+        rates = [rate * part(scheduler.last_epoch) for rate, part in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        scheduler._last_lr = rates
+
+
+def _load_optimizer(trainer: Any, point: ResumePoint) -> bool:
+    """False if the optimizer's state does not fit, which is a CheckpointError unless the resume may be partial."""
+    args, optimizer = trainer.args, trainer.optimizer
+    on_device = args.world_size > 1 and args.device.type != "cpu"  # several copies may not fit into host memory
+    place = args.device if on_device else "cpu"
+    state = torch.load(point.folder / OPTIMIZER, map_location=place, weights_only=True)
+    then, now = point.manifest and point.manifest.trained, list(trained_parameters(trainer.model, optimizer))
+    problem = _problem(state, optimizer, None if then is None else list(then), now)
+    if problem is None:
+        optimizer.load_state_dict(state)
+        return True
+    if not args.allow_partial_resume:
+        raise CheckpointError(
+            f"the optimizer of {point.folder} has the state of other parameters than this run trains: {problem}. "
+            "Freeze and train what the checkpoint's run did, with the same model and adapter, or set "
+            "allow_partial_resume=True to begin with a new optimizer"
+        )
+    _say("the optimizer of %s does not fit: %s", point.folder, problem)
+    return False
+
+
+def _problem(state: Mapping[str, Any], optimizer: Any, then: list[str] | None, now: list[str]) -> str | None:
+    """Why a state cannot be this optimizer's; None if its groups and names fit, or, where it has none, its shapes."""
+    sizes_then = [len(group["params"]) for group in state["param_groups"]]
+    sizes_now = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes_then != sizes_now:
+        return f"its groups have {sizes_then} parameters and this run's {sizes_now}"
+    if then is not None:
+        return None if then == now else "it holds others, or the same ones in another order"
+    place, found = 0, []
+    for old, group in zip(state["param_groups"], optimizer.param_groups):
+        for key, parameter in zip(old["params"], group["params"]):
+            shapes = {
+                tuple(value.shape)
+                for name, value in state["state"].get(key, {}).items()
+                if name in _OF_PARAMETERS_SHAPE and isinstance(value, torch.Tensor) and value.dim()
+            }
+            # A projection to a lower rank (GaLore) has states of another shape, and Adafactor may have none of it.
+            if shapes and tuple(parameter.shape) not in shapes and "rank" not in group:
+                found.append(f"{now[place]} is {tuple(parameter.shape)} here and {min(shapes)} there")
+            place += 1
+    return "; ".join(found[:4]) or None
+
+
+# ----------------------------------------------------------------------------------------------- what is trained
+
+_ADAPTER_CONFIG = "adapter_config.json"
+
+_NUM_SHOWN = 4
+"""Parameters that an error names of each kind."""
+
+_SEEN_IN_NAMES = {
+    *("r", "rank_pattern", "target_modules", "exclude_modules", "modules_to_save", "target_parameters"),
+    *("layers_to_transform", "layers_pattern", "trainable_token_indices"),
+}
+"""Settings of an adapter that change the trained parameters' names or shapes, or nothing."""
+_WITHOUT_EFFECT = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying"),
+    *("megatron_config", "megatron_core"),
+}
+_INITIALISATION = "init_lora_weights"
+
+
+def _check_parameters(trainer: Any, point: ResumePoint, reference: Mapping[str, str] | None) -> None:
+    """CheckpointError if the run trains other parameters than the checkpoint's, or has another reference.
+
+    With `allow_partial_resume` other parameters of the same model are a warning, and the optimizer begins anew.
+    """
+    model, by_order = unwrap(trainer.model), trainer.is_deepspeed_enabled
+    folder, manifest, partial = point.folder, point.manifest, trainer.args.allow_partial_resume
+    then = None if manifest is None else manifest.trained
+    now = trained_parameters(model, trainer.optimizer)
+    trained = [] if then is None else _differences(then, now, by_order=by_order)
+    settings_then, settings_now = _adapter_then(folder, manifest, model), adapter_settings(model)
+    adapter: list[str] = []
+    if (settings_then is None) != (settings_now is None):
+        adapter, trained = [_adapter_on_one_side(settings_then)], []
+    elif settings_then is not None and settings_now is not None:
+        adapter = _other_settings(settings_then, settings_now, all_of_them=then is None or bool(trained))
+    if adapter or trained:
+        # A checkpoint of an adapter has no weights but the trained ones.
+        is_whole = settings_now is None and not (by_order or sharded_files.is_present(folder))
+        if not (is_whole and partial and trained):
+            raise _misfit(folder, adapter, trained, may_be_partial=is_whole and not adapter)
+        _say("allow_partial_resume: %s: %s; the optimizer begins anew", folder, "; ".join(trained))
+    if manifest is not None and manifest.reference is not None and reference is not None:
+        _check_reference(folder, manifest.reference, reference, allow_partial=partial)
+
+
+def _misfit(folder: Path, adapter: list[str], trained: list[str], *, may_be_partial: bool) -> CheckpointError:
+    if adapter:
+        remedy = "give the adapter the settings that it had"
+    else:
+        remedy = "load the model that it began with, and freeze and train what its run did, in the same dtype"
+    remedy += ", or begin a new run from its weights (model=the checkpoint's folder, without a resume)"
+    if may_be_partial:
+        remedy += ", or set allow_partial_resume=True, with which the optimizer begins anew"
+    found = "; ".join([*adapter, *trained])
+    return CheckpointError(f"{folder} has other parameters than this run: {found}. To go on, {remedy}")
+
+
+def _check_reference(folder: Path, then: Mapping[str, str], now: Mapping[str, str], *, allow_partial: bool) -> None:
+    """CheckpointError if the KL divergence would be measured from another model; a warning if that is allowed."""
+    parts_then, parts_now = (each["digest"].partition(":")[0] for each in (then, now))
+    if parts_then != parts_now or then["digest"] == now["digest"]:
+        return  # shards of other numbers of ranks cannot be compared
+    text = (
+        f"the KL divergence of {folder} was measured from {then['name']!r}, and this run has a reference with other "
+        f"weights ({now['name']!r})"
+    )
+    if not allow_partial:
+        raise CheckpointError(
+            f"{text}. Pass the model that the run began with (model={then['name']!r}), to which the checkpoint's "
+            "weights are then loaded; or set allow_partial_resume=True to measure from the new reference"
+        )
+    _say("allow_partial_resume: %s, from which it is measured from now on", text)
+
+
+def raise_if_missing(names: Iterable[str], model: Any, folder: str | Path) -> None:
+    """CheckpointError for weights that a checkpoint lacks, but for second names of tied weights, which none has."""
+    tensors = unwrap(model).state_dict(keep_vars=True)
+    missing = set(names)
+    loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
+    ignored = set(getattr(unwrap(model), "_keys_to_ignore_on_save", None) or ())
+    if lost := [name for name in tensors if name in missing - ignored and id(tensors[name]) not in loaded]:
+        raise CheckpointError(
+            f"{folder} lacks weights of this run's model: {_some(lost)}. To go on, load the model that it began with"
+        )
+
+
+def trained_parameters(model: nn.Module, optimizer: Any = None) -> dict[str, str]:
+    """Dtype and shape of each trained parameter by name.
+
+    They are in the order in which `optimizer` numbers them, or else in the model's.
+    """
+    named = {id(parameter): (plain_name(name), parameter) for name, parameter in unwrap(model).named_parameters()}
+    trained = [key for key, (_, parameter) in named.items() if parameter.requires_grad]
+    groups = getattr(optimizer, "param_groups", None) or []
+    numbered = [id(parameter) for group in groups for parameter in group["params"]]
+    if any(key not in named for key in numbered):  # DeepSpeed's are flat
+        numbered = []
+    return {named[key][0]: _described(named[key][1]) for key in dict.fromkeys([*numbered, *trained])}
+
+
+def _differences(then: Mapping[str, str], now: Mapping[str, str], *, by_order: bool) -> list[str]:
+    """Sentences about parameters that only one run trains, or trains in another shape or dtype.
+
+    `by_order`: the optimizer's state can only be matched by the order of the parameters, and dtypes are its affair.
+    """
+    found = []
+    if added := [f"{name} ({now[name]})" for name in now if name not in then]:
+        found.append(f"not trained then: {_some(added)}")
+    if removed := [f"{name} ({then[name]})" for name in then if name not in now]:
+        found.append(f"trained then and not now: {_some(removed)}")
+    changed = [
+        f"{name} is {then[name]} there and {now[name]} here"
+        for name in now
+        if name in then and then[name] != now[name] and not (by_order and _shape(then[name]) == _shape(now[name]))
+    ]
+    if changed:
+        found.append(f"changed: {_some(changed)}")
+    if by_order and not found and list(then) != list(now):
+        found.append("the parameters have another order, by which alone DeepSpeed knows them")
+    return found
+
+
+def _adapter_then(folder: Path, manifest: Manifest | None, model: Any) -> Mapping[str, Any] | None:
+    if manifest is not None and manifest.trained is not None:
+        return manifest.adapter
+    names = active_adapters(model) if is_adapted(model) else []
+    for path in (place / _ADAPTER_CONFIG for place in (folder, *(folder / name for name in names))):
+        if path.is_file():
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            return {name: value for name, value in settings.items() if value is not None}
+    return None
+
+
+def _adapter_on_one_side(then: Mapping[str, Any] | None) -> str:
+    if then is None:
+        return "it holds a whole model and this run trains an adapter: leave peft_config away"
+    settings = ", ".join(f"{name}={then[name]!r}" for name in ("r", "lora_alpha", "target_modules") if name in then)
+    return (
+        f"it holds a {then.get('peft_type', 'PEFT')} adapter ({settings}) and this run trains the whole model: pass "
+        "the peft_config that it was made with"
+    )
+
+
+def _other_settings(then: Mapping[str, Any], now: Mapping[str, Any], *, all_of_them: bool) -> list[str]:
+    """Sentences about settings that decide what the same weights compute; `all_of_them` adds those seen in names."""
+    left_out = _WITHOUT_EFFECT if all_of_them else _WITHOUT_EFFECT | _SEEN_IN_NAMES
+    return [
+        f"the adapter's {name} was {then[name]!r} and is {value!r} now"
+        for name, value in json.loads(json.dumps(dict(now), default=str)).items()
+        if name in then
+        and name not in left_out
+        and not name.endswith("dropout")  # which a run may change
+        and _sorted(then[name]) != _sorted(value)
+        and not (name == _INITIALISATION and all(map(leaves_base_unchanged_by, (then[name], value))))
+    ]
+
+
+def _described(parameter: Any) -> str:
+    shape = "x".join(map(str, getattr(parameter, "ds_shape", parameter.shape))) or "scalar"
+    return f"{str(parameter.dtype).removeprefix('torch.')} {shape}"
+
+
+def _shape(text: str) -> str:
+    return text.partition(" ")[2]
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else value
+
+
+def _some(texts: list[str]) -> str:
+    more = len(texts) - _NUM_SHOWN
+    return ", ".join(texts[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _say(text: str, *values: object) -> None:
+    if dist.is_main():
+        logger.warning(text, *values)

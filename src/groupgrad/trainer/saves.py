@@ -24,8 +24,8 @@ from groupgrad.models.load import nonfinite_weights
 from groupgrad.models.shards import is_fully_sharded, unsharded_classes
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.run_folder.progress import bars_on_terminals_only
-from groupgrad.trainer import changed_options, resumed_optimizer, resumed_parameters
-from groupgrad.trainer.resuming import Resume
+from groupgrad.trainer import changed_options
+from groupgrad.trainer.resuming import Resume, optimizer_class, trained_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +205,9 @@ class Saves:
         return {
             "versions": changed_options.installed_versions(),
             "options": changed_options.deciding_options(trainer.args),
-            "optimizer": resumed_optimizer.class_name(trainer.optimizer) if has_optimizer else None,
+            "optimizer": optimizer_class(trainer.optimizer) if has_optimizer else None,
             "prompts_used": self._resume.prompts_used(trainer.state.global_step),
-            "trained": resumed_parameters.trained_parameters(trainer.model, trainer.optimizer),
+            "trained": trained_parameters(trainer.model, trainer.optimizer),
             "adapter": json.loads(json.dumps(adapter_settings(unwrap(trainer.model)), default=str)),
             "reference": self._resume.reference_identity(),
         }
