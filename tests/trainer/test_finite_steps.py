@@ -1,9 +1,8 @@
-"""Steps whose loss or gradient is not finite are skipped, counted and written down; several in a row end the run."""
+"""Steps whose loss or gradient is not finite are skipped, counted and named; several in a row end the run."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +41,13 @@ def make_poisoned(make_trainer):
     return make
 
 
-def written(trainer: Any) -> tuple[Path, list[dict[str, Any]]]:
-    """The only file of rows of a skipped step, and its rows."""
-    (path,) = (Path(trainer.args.output_dir) / "nonfinite_steps").iterdir()
-    return path, [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(("factor", "detached"), [(float("nan"), True), (float("inf"), False)])
 @pytest.mark.fault(
     "the loss or the gradient of a step is NaN or infinite",
-    "the step is skipped and counted as `nonfinite_steps`; its rows are written to `nonfinite_steps/`",
+    "the step is skipped and counted as `nonfinite_steps`; a warning names the term, the token and the row",
     "the step",
 )
-def test_a_step_that_is_not_finite_is_skipped_counted_and_written_down(make_poisoned, factor, detached, caplog):
+def test_a_step_that_is_not_finite_is_skipped_counted_and_named(make_poisoned, factor, detached, caplog):
     seen: dict[int, list[torch.Tensor]] = {}
 
     def record(at: Any) -> None:
@@ -69,12 +62,6 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_written_down(make_pois
     assert not all(torch.equal(a, b) for a, b in zip(seen[2], seen[3]))
     logged = [entry.get("nonfinite_steps") for entry in trainer.state.log_history[:3]]
     assert logged == [None, 1.0, 1.0]
-    path, rows = written(trainer)
-    assert path.name == "step_000002_rank_0.jsonl"
-    assert len(rows) == 8
-    assert {row["row"] for row in rows} == set(range(8))
-    assert all(isinstance(row["prompt"], str) and isinstance(row["advantage"], float) for row in rows)
-    assert str(path) in caplog.text
     assert "step was skipped" in caplog.text
     resumed = make_poisoned({}, max_steps=3)
     resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
@@ -124,9 +111,6 @@ def test_a_term_that_is_infinite_is_named_with_its_token(make_trainer, caplog, c
     row, token = trainer.displaced
     text = trainer.processing_class.decode([token])
     assert f"step 2: the loss is not finite, since {term} is inf at token 1 ({text!r}) of row {row} (" in caplog.text
-    lines = {line["row"]: line for line in written(trainer)[1]}
-    assert lines[row]["nonfinite"] | {"term": term, "token": 1, "text": text, term: "inf"} == lines[row]["nonfinite"]
-    assert [number for number, line in lines.items() if line["nonfinite"]] == [row]
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 2")]
     assert len(shown) == 1 and "loss     nan" in shown[0]
     with pytest.raises(NonFiniteError, match=f"since {term} is inf.*bound ratios"):
@@ -156,10 +140,6 @@ def test_rows_of_the_same_number_in_two_generation_batches_are_told_apart(make_t
     batch, tokenizer = trainer.step_rows, trainer.processing_class
     assert batch.row_index.tolist() == [*range(8)] * 2
     texts = [tokenizer.decode(batch.completion_ids[batch.offsets[row] + 1]) for row in places]
-    marked = [line for line in written(trainer)[1] if line["nonfinite"]]
-    completions = [tokenizer.decode(batch.completion_ids[slice(*batch.offsets[row : row + 2])]) for row in places]
-    assert sorted(line["completion"] for line in marked) == sorted(completions)
-    assert sorted(line["nonfinite"]["text"] for line in marked) == sorted(texts)
     assert any(f"is inf at token 1 ({text!r}) of row 0 (" in caplog.text for text in texts)
     assert ("; 2 rows have such tokens" in caplog.text) == (len(places) == 2)
 

@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(two):
     assert torch.equal(first["weights"], second["weights"])
     assert bool(first["weights"].isfinite().all())
     assert first["step"] == second["step"] == 2
-    assert {*first["skipped"], *second["skipped"]} == {"step_000002_rank_0.jsonl", "step_000002_rank_1.jsonl"}
+    assert first["skipped"] == second["skipped"] == 1
 
 
 @pytest.mark.fault(

@@ -125,7 +125,7 @@ def _nonfinite(numbers: Numbers) -> Advice | None:
         return None
     return Advice(
         f"{count:.0f} steps were skipped, since their loss or gradient was not finite.",
-        "Their rows are in nonfinite_steps/. Lower learning_rate or max_grad_norm, or use bf16 in place of fp16.",
+        "The warnings name term, token and row. Lower learning_rate or max_grad_norm, or use bf16 in place of fp16.",
         "nonfinite_steps",
     )
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_IN_ROW = 3
 """Steps in a row that are not finite after which a run ends."""
 
-FOLDER = "nonfinite_steps"
-"""Folder in `output_dir` for the rows of skipped steps."""
-
 _REMEDY = (
-    "look at the rows' rewards and advantages, lower learning_rate or max_grad_norm, bound ratios (delta), or compute "
+    "look at the row among the rollouts, lower learning_rate or max_grad_norm, bound ratios (delta), or compute "
     "in a wider type (bf16 or float32 in place of fp16)"
 )
 
@@ -39,13 +34,13 @@ class FiniteSteps(SameOnRanks):
     """Counts and skips the optimizer steps whose loss or gradient is not finite.
 
     A rank whose loss is not finite makes a number of its gradient NaN. Averaging carries it to all ranks, so every rank
-    finds the same norm of the gradient and skips the same steps. The rows of skipped steps are written to
-    `output_dir`, decoded by `tokenizer`. With `applies_early` the optimizer steps within the backward pass, so that no
+    finds the same norm of the gradient and skips the same steps. The message names the token to
+    blame, decoded by `tokenizer`. With `applies_early` the optimizer steps within the backward pass, so that no
     step can be skipped.
     """
 
-    def __init__(self, output_dir: str | Path, tokenizer: Any, *, applies_early: bool):
-        self._folder, self._tokenizer, self._applies_early = Path(output_dir) / FOLDER, tokenizer, applies_early
+    def __init__(self, tokenizer: Any, *, applies_early: bool):
+        self._tokenizer, self._applies_early = tokenizer, applies_early
         self.num_skipped = 0
         """Skipped steps of the run."""
         self._num_in_row = 0
@@ -96,19 +91,13 @@ class FiniteSteps(SameOnRanks):
         return {"loss": math.nan} if is_lost else {}
 
     def _skip(self, norm: Any, step: int, rows: Sequence[MicroBatch], losses: Sequence[PolicyLoss]) -> None:
-        """Counts a step that is not finite, writes its rows, and warns or raises."""
+        """Counts a step that is not finite, and warns or raises."""
         self.num_skipped += 1
         self._num_in_row += 1
-        path = self._folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl"
         has_loss = all(bool(torch.isfinite(part.loss)) for part in losses)
         self._num_lost += not has_loss
         found = nonfinite_tokens([terms for part in losses for terms in part.token_terms])
         seen = f"step {step}: {_what(found, rows, self._tokenizer, has_loss)} (gradient norm {float(norm)})"
-        try:
-            _write_rows(path, rows, self._tokenizer, found)
-            seen += f"; its rows are in {path}"
-        except OSError as error:
-            seen += f"; its rows cannot be written to {path}: {error}"
         if self._applies_early:
             raise NonFiniteError(
                 f"{seen}, and the optimizer, which steps within the backward pass, has used it. Go on from the last "
@@ -161,32 +150,3 @@ def _rows_of(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Batch, int, 
     for micro_batch in micro_batches:
         for row, place in enumerate(micro_batch.rows):
             yield micro_batch.batch, row, place
-
-
-def _write_rows(
-    path: Path, micro_batches: Sequence[MicroBatch], tokenizer: Any, found: Mapping[int, NonFiniteToken]
-) -> None:
-    """Writes a line of JSON for each row: texts, advantage, and the first token with a term that is not finite."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    places = {id(micro_batch.batch): number for number, micro_batch in enumerate(micro_batches)}
-    with path.open("w", encoding="utf-8") as file:
-        for batch, row, place in _rows_of(micro_batches):
-            ends, starts = batch.offsets.tolist(), batch.prompt_offsets.tolist()
-            tokens, prompt = slice(ends[row], ends[row + 1]), int(batch.prompt_of_row[row])
-            ids, bad = batch.completion_ids[tokens], found.get(place)
-            line = {
-                "micro_batch": places[id(batch)],
-                "row": None if batch.row_index is None else int(batch.row_index[row]),
-                "advantage": float(batch.advantages[row]),
-                "nonfinite": None
-                if bad is None
-                else {
-                    "term": bad.term,
-                    "token": bad.token,
-                    "text": tokenizer.decode(ids[bad.token : bad.token + 1]),
-                    **{name: value if math.isfinite(value) else str(value) for name, value in bad.numbers.items()},
-                },
-                "prompt": tokenizer.decode(batch.prompt_ids[starts[prompt] : starts[prompt + 1]]),
-                "completion": tokenizer.decode(ids),
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -480,8 +480,7 @@ class GRPOTrainer(Hooks):
         self.buffer = GenerationBuffer(self.plan, needs_reference=self.reference is not None)
         self._step_log = StepLog()
         applies_early = self.is_deepspeed_enabled or self.args.optim in STEPS_IN_BACKWARD
-        folder = os.path.join(self._start_folder, str(self.args.output_dir))
-        self.finite_steps = FiniteSteps(folder, self._policy.tokenizer, applies_early=applies_early)
+        self.finite_steps = FiniteSteps(self._policy.tokenizer, applies_early=applies_early)
         self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
         options, precision = self.components.forward_options, self.accelerator.autocast
