@@ -72,7 +72,6 @@ from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.given_model import GivenModel
 from groupgrad.trainer.gradients import GradientSums, GradientSync
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
-from groupgrad.trainer.step_log import LearningSignalWatch
 from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -164,17 +163,6 @@ def entropy_controller(config: GRPOConfig) -> EntropyController:
         minimum=config.entropy_coef_min,
         maximum=config.entropy_coef_max,
     )
-
-
-def signal_watch(config: GRPOConfig, policy: PolicyBundle) -> LearningSignalWatch | None:
-    """The watch of generation batches without a gradient; None where another term of the loss gives one everywhere."""
-    further_terms = config.beta != 0.0 or config.entropy_coef != 0.0 or policy.aux_loss_coef != 0.0
-    if further_terms or config.use_adaptive_entropy or not dist.is_main():
-        return None
-    # The share of truncated completions is this rank's, so with several ranks it does not speak for all.
-    mask_truncated = config.mask_truncated_completions and not dist.is_active()
-    num_steps = config.steps_per_generation_resolved * config.num_iterations / config.gradient_accumulation_steps
-    return LearningSignalWatch(mask_truncated=mask_truncated, steps_per_batch=num_steps)
 
 
 @dataclass(slots=True, frozen=True)

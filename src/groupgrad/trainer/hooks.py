@@ -93,7 +93,6 @@ from groupgrad.trainer.step_log import (
     LearningSignalWatch,
     StepLog,
     StepWatches,
-    StopWithoutSignal,
 )
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 from groupgrad.trainer.stops import Stops
@@ -121,7 +120,6 @@ class Hooks(TRLNames, Trainer):
     """Working directory in which the trainer was made, to which a relative `output_dir` belongs."""
     progress: ProgressCallback
     finite_steps: FiniteSteps
-    signal_watch: LearningSignalWatch | None
     on_experience: Callable[[Experience], None] | None = None
     """Is called with each generation batch of training, once it is scored."""
     _step_log: StepLog
@@ -229,7 +227,7 @@ class Hooks(TRLNames, Trainer):
         self.stops = Stops(self, self.saves, self.resume)
         self._loss_window, self.recorder = LossWindow(self), RunRecorder(self, self.resume)
         self._best_metric = BestMetric(self)
-        watches = StepWatches(self), FirstBatch(self), StopWithoutSignal(self)
+        watches = StepWatches(self), FirstBatch(self), LearningSignalWatch(self)
         for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):
             self.add_callback(callback)
 

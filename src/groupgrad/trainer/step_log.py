@@ -1,16 +1,14 @@
 """The numbers of an optimizer step: its log, and the watches that read them and warn.
 
 `StepLog` collects the rollouts, losses and durations of a step. `FirstBatch` judges the completions of a run's first
-step, `LearningSignalWatch` notices that nothing is learned, `MismatchWatch` that sampling and training differ. Each
-warns on its own; none changes a step. `StopWithoutSignal` ends a run whose first rewards tell nothing, and `BestMetric`
-reads the evaluations' metric that chooses the best model.
+step, `LearningSignalWatch` notices that nothing is learned, `MismatchWatch` that sampling and training differ, and
+`BestMetric` that an evaluation did not measure what chooses the best model. None changes a step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,8 +71,6 @@ class StepWatches(TrainerCallback):
         trainer, step = self._trainer, self._trainer._step_log
         trainer.mismatch_watch.end_step(state.global_step, step.measured)
         for experience in step.experiences:
-            if trainer.signal_watch is not None:
-                trainer.signal_watch.read(experience.metrics)
             trainer.progress.set_numbers(reward=experience.mean_reward)
         lengths = [rollout.num_sampled for experience in step.experiences for rollout in experience.rollouts]
         if lengths:
@@ -139,24 +135,43 @@ class FirstBatch(TrainerCallback):
                 logger.warning("step 1: %s %s", finding.text, finding.setting)
 
 
-class StopWithoutSignal(TrainerCallback):
-    """Ends a new run if none of its first generation batches has a group whose rewards differ: NoSignalError."""
+PATIENCE = 10
+"""Generation batches in a row without a signal after which a warning is due."""
+
+
+class LearningSignalWatch(TrainerCallback):
+    """Counts generation batches in a row that have no group whose rewards differ, and warns once of `PATIENCE` of them.
+
+    With `stop_without_signal` it ends a new run whose first ones are all so: NoSignalError.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._num_left = 0
+        self._num_left = self._num_in_row = 0
+        self._has_warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts the batches of a new run; a resumed one is past its beginning."""
         self._num_left = args.stop_without_signal if state.global_step == 0 else 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Collective until a group of any rank has a signal. Raises on all ranks."""
+        """Collective, with `stop_without_signal`, until a group of any rank has a signal. Raises on all ranks."""
         experiences = self._trainer._step_log.experiences
+        shares = [experience.metrics[NO_VARIANCE].read() for experience in experiences]
+        signals = [share is not None and share < 1 for share in shares]
+        for has_signal in signals:
+            self._num_in_row = 0 if has_signal else self._num_in_row + 1
+        if self._num_in_row >= PATIENCE and not self._has_warned and state.is_world_process_zero:
+            self._has_warned = True
+            logger.warning(
+                "in the last %d generation batches the rewards of each group were equal, or missing, so they taught "
+                "nothing. End the run if the task is learned; otherwise choose tasks that are sometimes solved, give "
+                "partial rewards, or raise num_generations or temperature",
+                self._num_in_row,
+            )
         if self._num_left <= 0 or not experiences:
             return
-        shares = [experience.metrics[NO_VARIANCE].read() for experience in experiences]
-        if any(dist.all_gather_objects(any(share is not None and share < 1 for share in shares))):
+        if any(dist.all_gather_objects(any(signals))):
             self._num_left = 0
             return
         self._num_left -= len(experiences)
@@ -172,58 +187,6 @@ class StopWithoutSignal(TrainerCallback):
 def percent(share: float) -> str:
     """Returns a share as a whole percentage, such as `25 %`."""
     return f"{100 * share:.0f} %"
-
-
-PATIENCE = 10
-"""Optimizer steps without a gradient, one after the other, after which the warning is due."""
-
-_UNSCORED = "no completion was scored (reward functions returned None)"
-_ALL_TRUNCATED = "every completion was truncated, and mask_truncated_completions=True leaves them out"
-_EQUAL = "the rewards of each group were equal, or gave no advantage"
-_REMEDIES = {
-    _UNSCORED: "have a reward function return numbers for these rows",
-    _ALL_TRUNCATED: "raise max_completion_length",
-    _EQUAL: (
-        "end the run if the task is learned; otherwise choose tasks that are sometimes solved, give partial credit, or "
-        "raise num_generations or temperature"
-    ),
-}
-
-
-class LearningSignalWatch:
-    """Reads the metrics of each generation batch, and warns once when none of the last ones had a gradient.
-
-    It is of use only where the advantages alone give a gradient: no KL term, no entropy bonus.
-    """
-
-    def __init__(self, *, mask_truncated: bool, steps_per_batch: float = 1.0):
-        self._mask_truncated = mask_truncated
-        self._patience = math.ceil(PATIENCE / steps_per_batch)
-        self._reasons: list[str] = []
-        self._has_warned = False
-
-    def read(self, metrics: Mapping[str, Metric]) -> None:
-        """Counts a generation batch."""
-        reason = self._reason(metrics)
-        self._reasons = [] if reason is None else [*self._reasons, reason]
-        if len(self._reasons) < self._patience or self._has_warned:
-            return
-        self._has_warned = True
-        counted = Counter(self._reasons).most_common()
-        logger.warning(
-            "the last %d generation batches gave no gradient, so nothing was learned: %s. %s",
-            len(self._reasons),
-            "; ".join(f"in {count} of them {reason}" for reason, count in counted),
-            "; ".join(_REMEDIES[reason] for reason, _ in counted).capitalize(),
-        )
-
-    def _reason(self, metrics: Mapping[str, Metric]) -> str | None:
-        """The reason why a generation batch has no gradient; None if it has one."""
-        if metrics["reward"].read() is None:
-            return _UNSCORED
-        if self._mask_truncated and metrics[TRUNCATED].read() == 1.0:
-            return _ALL_TRUNCATED
-        return _EQUAL if metrics[NO_VARIANCE].read() == 1.0 else None
 
 
 FLOAT32_TOLERANCE = 1e-4

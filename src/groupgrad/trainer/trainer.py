@@ -490,7 +490,6 @@ class GRPOTrainer(Hooks):
         self._on_policy = OnPolicyInfo(step=0, exact=False)
         limit, is_native = tolerance(self.rounding, self.args.temperature), isinstance(self.engine, NativeEngine)
         self.mismatch_watch = MismatchWatch(limit, is_native=is_native)
-        self.signal_watch = build.signal_watch(self.args, self._policy) if self._uses_builtin_loss else None
         self.gradient_sums, self.memory = build.gradient_memory(
             self.args, self.model, self.components.forward_options, self.checkpointing
         )
