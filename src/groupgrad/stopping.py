@@ -1,13 +1,11 @@
 """Ends a run at a signal: signals are received at any time and handled at points where no work is lost.
 
 SIGTERM, SIGUSR1, SIGHUP and the first SIGINT ask for the end of the run. Work that only this rank takes part in, such
-as sampling and rewards, is left at once (`interruptible`); anything else is finished first (`finishing`), calls to
-servers within seconds. `dist.errors_on_all_ranks` surrounds the former and carries the request to all ranks.
+as sampling and rewards, is left at once (`interruptible`); anything else is finished first (`finishing`). `dist.errors_on_all_ranks` surrounds the former and carries the request to all ranks.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
@@ -16,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-
-from groupgrad.interrupt import Interrupt
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 """Signals that end a run after a checkpoint; a second SIGINT ends it at once.
@@ -77,16 +73,6 @@ class _Request:
         self.num_interruptible = 0
         self.leaves_work = True
         """Work is left at once; otherwise the end of the step is waited for."""
-        self.patience_s: float | None = None
-        """Seconds after which work that is being finished is left too; None: never."""
-        self.patience: threading.Timer | None = None
-        """Runs while such work is finished after a signal."""
-        self.patience_ends_at = math.inf
-        self.interrupt = Interrupt(self._overdue)
-
-    def _overdue(self) -> StopRequested | None:
-        is_overdue = self.num_interruptible and time.monotonic() >= self.patience_ends_at
-        return StopRequested(self.name or "") if is_overdue else None
 
 
 _request = _Request()
@@ -110,8 +96,7 @@ def interruptible() -> Iterator[None]:
     """
     _request.num_interruptible += 1
     try:
-        is_overdue = time.monotonic() >= _request.patience_ends_at
-        if _request.name is not None and (_request.leaves_work or is_overdue):
+        if _request.name is not None and _request.leaves_work:
             raise StopRequested(_request.name)
         yield
     finally:
@@ -119,33 +104,13 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def finishing(*, within_s: float | None = None) -> Iterator[None]:
-    """Work that is finished even if a signal comes, such as a checkpoint.
-
-    With `within_s`, interruptible parts of it are left with StopRequested if they take more seconds than that after the
-    signal, as a call to a server that hangs does. Where a signal leaves no work (`received_signals`), they never are.
-    """
-    before = _request.leaves_work, _request.patience_s
-    _request.patience_s = within_s if _request.leaves_work else None
-    _request.leaves_work = False
+def finishing() -> Iterator[None]:
+    """Work that is finished even if a signal comes, such as a checkpoint."""
+    before, _request.leaves_work = _request.leaves_work, False
     try:
-        if _request.name is not None:
-            _be_patient()
         yield
     finally:
-        if _request.patience is not None:
-            _request.patience.cancel()
-            _request.patience, _request.patience_ends_at = None, math.inf
-        _request.leaves_work, _request.patience_s = before
-
-
-def _be_patient() -> None:
-    """Leaves the work under way after `patience_s`, unless it has ended by then."""
-    if _request.patience_s is not None:
-        _request.patience_ends_at = time.monotonic() + _request.patience_s
-        _request.patience = threading.Timer(_request.patience_s, _request.interrupt.throw)
-        _request.patience.daemon = True
-        _request.patience.start()
+        _request.leaves_work = before
 
 
 @contextmanager
@@ -159,13 +124,11 @@ def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True)
     before: dict[int, Any] = {}
     _request.name, _request.num_interruptible, _request.leaves_work = None, 0, leaves_work
     _request.num_interrupts, _request.is_active, _request.process = 0, True, os.getpid()
-    _request.interrupt.start()
     try:
         for number in numbers:
             before[number] = signal.signal(number, _receive)
         yield
     finally:
-        _request.interrupt.end()
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         _request.name, _request.is_active = None, False
@@ -192,5 +155,3 @@ def _receive(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     if is_first and _request.num_interruptible and _request.leaves_work:
         raise StopRequested(name)
-    if is_first:
-        _be_patient()

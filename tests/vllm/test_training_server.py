@@ -22,7 +22,6 @@ from waiting import until
 
 from groupgrad.integrations.vllm.http import Address
 from groupgrad.integrations.vllm.server_pool import PoolSession
-from groupgrad.integrations.vllm.vllm_policy import LEAVE_PUSH_S
 from groupgrad.integrations.vllm.weight_transport import SharedMemoryTransport
 from groupgrad.integrations.vllm.wire import Bucket
 
@@ -172,16 +171,11 @@ def test_a_trainer_that_was_killed_in_a_push_goes_on_with_the_running_server(
     assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("stop_at", "rollout_ahead", "limit_s"),
-    [("ahead", 1, 15.0), ("reward", 0, 15.0 + LEAVE_PUSH_S)],
-    ids=["batches-ahead", "push"],
-)
 def test_an_interrupt_ends_a_run_whose_server_hangs(
-    train: Any, served: Served, policy_dir: Path, tmp_path: Path, stop_at: str, rollout_ahead: int, limit_s: float
+    train: Any, served: Served, policy_dir: Path, tmp_path: Path
 ) -> None:
-    settings = {"max_steps": 6, "rollout_ahead": rollout_ahead, "vllm_server_port": served.port}
-    process = start(policy_dir, tmp_path / "run", settings, stop_at=stop_at)
+    settings = {"max_steps": 6, "rollout_ahead": 1, "vllm_server_port": served.port}
+    process = start(policy_dir, tmp_path / "run", settings, stop_at="ahead")
     try:
         until((tmp_path / "reached").exists, timeout_s=240.0)
         for worker in served.workers():
@@ -192,7 +186,7 @@ def test_an_interrupt_ends_a_run_whose_server_hangs(
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60.0)
-        assert time.monotonic() - began < limit_s
+        assert time.monotonic() - began < 15.0
         assert process.returncode == 130, said[-2000:]
     finally:
         process.kill()

@@ -45,8 +45,8 @@ class Gate:
 
 
 def main(model: str, run: Path, settings: dict[str, Any], stop_at: str) -> None:
-    """Train, and wait at a place: a policy step, whose push never ends; `ahead`, before the first rows that are sampled
-    ahead; or `reward`, after the rows of batch 2 are sampled."""
+    """Train, and wait at a place: a policy step, whose push never ends; or `ahead`, before the first rows that are
+    sampled ahead."""
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     trainer: Any = make_trainer(policy, tokenizer, run, vllm_mode="server", **settings)
     client = trainer.engine.engine.members[0]
@@ -62,8 +62,6 @@ def main(model: str, run: Path, settings: dict[str, Any], stop_at: str) -> None:
             return open_session(options)
 
         trainer.engine.session = session
-    elif stop_at == "reward":
-        trainer.watch.before = lambda number: gate.wait() if number == 1 else None
     else:
         push_by(client, StopsAt(int(stop_at), run.with_name("reached")))
     trainer.train()

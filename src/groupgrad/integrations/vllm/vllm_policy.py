@@ -26,9 +26,6 @@ from groupgrad.metrics import Metric
 POLL_S = 0.01
 """Seconds between two looks of a sampling thread whether a push has ended."""
 
-LEAVE_PUSH_S = 10.0
-"""Seconds that a push may still take after a signal has asked for the end of the run."""
-
 
 @dataclass(slots=True)
 class Push:
@@ -178,8 +175,8 @@ class VLLMPolicy:
         with self._push_under_way():
             if keeps_rows:  # a rank reads no row of the new weights before it knows their version
                 dist.all_gather_objects(None)
-            # A push that a signal cuts in half would leave the server waiting; one that hangs does so anyway.
-            with stopping.finishing(within_s=LEAVE_PUSH_S), dist.errors_on_all_ranks():
+            # A push that a signal cuts in half would leave the server waiting.
+            with stopping.finishing(), dist.errors_on_all_ranks():
                 if self._sends_adapter:
                     self.engine.push_adapter(self._model, policy_step)
                 else:
