@@ -126,26 +126,26 @@ class LineFile:
 class WriteBehind:
     """Runs jobs one after another on a daemon thread, so that a slow disk does not hold up training.
 
-    Where `capacity` large jobs wait, further ones are dropped. `on_error` gets what a job raises, on that thread.
+    Where `capacity` jobs wait, further ones are dropped. `on_error` gets what a job raises, on that thread.
     """
 
     def __init__(self, on_error: Callable[[Exception], object], *, capacity: int = 8):
         self._on_error = on_error
         self._thread = DedicatedThread("groupgrad-run-folder")
-        self._capacity, self._num_large = capacity, 0
+        self._capacity, self._num_waiting = capacity, 0
         self._lock = threading.Lock()
         self._last: Future[None] | None = None
         self.num_dropped = 0
 
-    def put(self, job: Callable[[], object], *, is_large: bool = True) -> bool:
-        """Queues `job`; False if it is dropped because the disk is too slow. A small job is never dropped."""
+    def put(self, job: Callable[[], object]) -> bool:
+        """Queues `job`; False if it is dropped because the disk is too slow."""
         context = contextvars.copy_context()  # a tracker's run is one of its variables
         with self._lock:
-            if is_large and self._num_large >= self._capacity:
+            if self._num_waiting >= self._capacity:
                 self.num_dropped += 1
                 return False
-            self._num_large += is_large
-            self._last = self._thread.submit(context.run, self._run, job, is_large)
+            self._num_waiting += 1
+            self._last = self._thread.submit(context.run, self._run, job)
         return True
 
     def drain(self, timeout_s: float) -> bool:
@@ -158,9 +158,9 @@ class WriteBehind:
         self._thread = DedicatedThread("groupgrad-run-folder")  # the thread of one that is dropped ends
         return done
 
-    def _run(self, job: Callable[[], object], is_large: bool) -> None:
+    def _run(self, job: Callable[[], object]) -> None:
         with self._lock:
-            self._num_large -= is_large
+            self._num_waiting -= 1
         try:
             job()
         except Exception as error:  # a record that is lost must not end a run

@@ -10,9 +10,7 @@ import logging
 import os
 import re
 import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -95,9 +93,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """The norm of the last step's gradient, as a number or a tensor."""
         self._learning_rate: float | None = None
         self._writer = WriteBehind(self._report)
-        self._lines: deque[tuple[LineFile, dict[str, Any]]] = deque()
-        """Lines that wait to be written: a save writes them itself, in place of waiting for rollouts before them."""
-        self._lines_lock = threading.Lock()
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         """The weights of a training, of which digests are recorded; None where no rank has all of them."""
         self._handlers: list[logging.Handler] = []
@@ -146,7 +141,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._parameters = None
         if not self._writer.close(WAIT_S):
             logger.warning("%s: the last rollouts were not written within %g s", self._folder, WAIT_S)
-        self._write_lines()
         if self._writer.num_dropped:
             self.event("rollouts_dropped", steps=self._writer.num_dropped, text="the disk was slower than training")
         if error is None:
@@ -188,11 +182,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             if self._folder is None:
                 self._early_lines.append(line)
             elif self._is_usable:
-                self._lines.append((self._metrics, line))
-                if self._is_open:
-                    self._writer.put(self._write_lines, is_large=False)
-                else:
-                    self._write_lines()
+                self._try(lambda: self._metrics.append(line))
 
     def _last_window(self) -> dict[str, Any]:
         """Loss, gradient norm and learning rate of the last steps, if they are too few for a log event of their own."""
@@ -229,7 +219,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
                 key: row for part in dist.all_gather_objects(numbers_by_row(scores)) for key, row in part.items()
             }
         if state.is_world_process_zero and (digest := self._digest_now(trained_only=True)) is not None:
-            self._lines.append((self._weights, {"step": step, "digest": digest}))
+            self._try(lambda: self._weights.append({"step": step, "digest": digest}))
         skipped = trainer.finite_steps.num_skipped
         if skipped > self._num_skipped:
             self._num_skipped = skipped
@@ -237,14 +227,11 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._tell_path()
         sampled = [experience for experience in self._sampled if experience.rollouts]
         if not sampled:
-            if self._lines:
-                self._writer.put(self._write_lines, is_large=False)
             return
         size, files, max_steps = trainer.plan.num_generations, self._files_of(TRAINING), state.max_steps
         times, stores, senders = (self._step_began_ns, time.time_ns()), self.keep_bytes > 0, self.senders
 
         def write() -> None:
-            self._write_lines()
             found = numbers_by_row(scores) if gathered is None else gathered
             rows = [stored_rows(one, found, self._texts, shares, num_generations=size) for one in sampled]
             tables = _write(rows, step, max_steps, files if stores else None)
@@ -268,7 +255,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if self._path:
             self.event("path", text=path)
         elif self._trainer.state.is_world_process_zero:
-            self._writer.put(lambda: self._write_configuration(path), is_large=False)
+            self._try(lambda: self._write_configuration(path))
         self._path = path
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -291,9 +278,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self.on_evaluate(args, state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Records a checkpoint, once the lines of the steps before it are written; their rollouts may still wait."""
+        """Records a checkpoint."""
         if self._is_open:
-            self._write_lines()
             self.event("checkpoint", folder=f"checkpoint-{state.global_step}")
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -404,13 +390,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             return None
         named = [pair for pair in self._parameters if pair[1].requires_grad or not trained_only]
         return self._try(lambda: weights_digest(named))
-
-    def _write_lines(self) -> None:
-        """Writes the lines that wait, in their order."""
-        with self._lines_lock:
-            while self._lines:
-                file, line = self._lines.popleft()
-                self._try(lambda file=file, line=line: file.append(line))
 
     def _try(self, make: Callable[[], Any]) -> Any:
         """Makes or writes a record; None, and a warning, if that fails."""
