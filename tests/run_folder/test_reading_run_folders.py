@@ -296,7 +296,7 @@ def test_rollouts_in_order_of_seconds_show_them(tmp_path, capsys, monkeypatch, s
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["rollouts", str(folder), "--sort", "seconds/correct"]) == 0
     printed = capsys.readouterr().out
-    assert "seconds/" in printed and len(re.findall(rf"│ +{text} +│", printed)) == 8
+    assert "seconds/" in printed and len(re.findall(rf"seconds/correct +{text} +│", printed)) == 8
     assert main(["rollouts", str(folder)]) == 0
     assert "seconds/" not in capsys.readouterr().out
 
@@ -318,8 +318,7 @@ def test_every_number_of_a_rollout_is_printed_at_each_width(tmp_path, capsys, mo
     shown += [row["finish_reason"], str(row["num_tokens"])]
     words = printed.replace("│", " ").split()
     assert all(words.count(value) >= shown.count(value) for value in shown)
-    assert ("correctness_reward" in words and "finish_reason" in words) == (width < 200)
-    assert ("correctness_" in words and "finish_" in words) == (width == 200)
+    assert "correctness_reward" in words and "finish_reason" in words
 
 
 def test_files_without_shares_and_phases_are_read(tmp_path, capsys):

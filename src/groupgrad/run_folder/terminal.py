@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,11 +20,8 @@ from groupgrad.run_folder.render import cell_text, plain_text, visible
 
 logger = logging.getLogger(__name__)
 
-_MIN_TEXT = 24
-"""Characters that the Prompt and the Completion column have at least beside a column for each number."""
 _MAX_EXTRA = 24
-_MAX_EXTRA_CHARS = 200
-_PADDING = 3  # one border and two blanks a column
+"""Characters of a value that are shown."""
 
 _failures: list[str] = []
 """Why standard output could not be written, once; a warning has said so."""
@@ -78,39 +74,30 @@ def print_table(
     lead: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints one row a record: Prompt, Completion, rewards and advantage with two decimals, then the extra columns.
+    """Prints one row a record: Prompt, Completion, and in one column rewards and advantage with two decimals, and extras.
 
-    A column `lead` comes first. If the terminal is too narrow for 24 characters of each text, one column has all
-    numbers and values, a line each with its name. Markup in texts is not interpreted, and control characters are made
-    visible.
+    A column `lead` comes first. Markup in texts is not interpreted, and control characters are made visible.
     """
     target = Console() if console is None else console
-    leading = {lead: [str(record[lead]) for record in records]} if lead else {}
-    numbers = {name: [_decimals(record.get(name)) for record in records] for name in rewards}
-    numbers["Advantage"] = [_decimals(record.get("advantage")) for record in records]
-    others = {name: [_extra(record.get(name)) for record in records] for name in extras}
-    widths = {
-        name: min(_widest([_header(name), *cells]), _MAX_EXTRA)
-        for name, cells in {**leading, **numbers, **others}.items()
-    }
-    if sum(widths.values()) + _PADDING * (len(widths) + 2) + 1 > target.width - 2 * _MIN_TEXT:
-        scores = _lines({**numbers, **others})
-        numbers, others = {}, {"Scores": scores}
-        widths["Scores"] = min(_widest(scores), target.width // 2)
+    names = {name: visible(name).replace("\n", " ") for name in (*rewards, "advantage", *extras)}
+    width = max(len(name) for name in names.values())
+
+    def scores(record: Mapping[str, Any]) -> str:
+        cells = {name: _decimals(record.get(name)) for name in (*rewards, "advantage")}
+        cells |= {name: _extra(record.get(name)) for name in extras}
+        lines = {names[name]: cell.replace("\n", " ")[:_MAX_EXTRA] for name, cell in cells.items()}
+        return "\n".join(f"{name:<{width}} {cell}" for name, cell in lines.items())
 
     table = Table(title=Text(visible(title)), box=box.SQUARE, show_lines=True, expand=True)
-    for name in leading:
-        table.add_column(Text(_header(name)), no_wrap=True, min_width=widths[name])
+    if lead:
+        table.add_column(Text(visible(lead)), no_wrap=True)
     table.add_column("Prompt", ratio=2, overflow="fold")
     table.add_column("Completion", ratio=3, overflow="fold")
-    for name in numbers:
-        table.add_column(Text(_header(name)), justify="right", no_wrap=True, min_width=widths[name])
-    for name in others:
-        table.add_column(Text(_header(name)), overflow="fold", max_width=widths[name], min_width=widths[name])
-    for row, record in enumerate(records):
-        head = [Text(visible(cells[row])) for cells in leading.values()]
-        tail = [Text(cells[row]) for cells in (*numbers.values(), *others.values())]
-        table.add_row(*head, cell_text(record.get("prompt")), cell_text(record.get("completion")), *tail)
+    table.add_column("Scores", overflow="fold", max_width=max(target.width // 2, 24))
+    for record in records:
+        head = [Text(visible(str(record[lead])))] if lead else []
+        texts = cell_text(record.get("prompt")), cell_text(record.get("completion"))
+        table.add_row(*head, *texts, Text(scores(record)))
     _print(target, table)
 
 
@@ -125,24 +112,6 @@ def _print(target: Console, table: Table) -> None:
     target.file.write(capture.get().encode(encoding, errors="backslashreplace").decode(encoding))
 
 
-def _lines(values: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns a text a row: a line `name value` for each value, of which the first 24 characters are shown."""
-    names = {name: visible(name).replace("\n", " ") for name in values}
-    padded = _widest([*names.values()])
-    cells = [[cell.replace("\n", " ")[:_MAX_EXTRA] for cell in row] for row in zip(*values.values())]
-    return ["\n".join(f"{name:<{padded}} {cell}" for name, cell in zip(names.values(), row)) for row in cells]
-
-
-def _widest(cells: Sequence[str]) -> int:
-    return max((len(line) for cell in cells for line in cell.split("\n")), default=0)
-
-
-def _header(name: str) -> str:
-    """Breaks `name` at underscores and slashes into lines of at most 16 characters."""
-    lines = re.findall(r".{4,15}?[_/\- ]|.{1,16}", visible(name).replace("\n", " "))
-    return "\n".join(line for line in lines if line.strip()) or " "
-
-
 def _decimals(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{float(value):.2f}"
 
@@ -153,5 +122,4 @@ def _extra(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     is_messages = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
-    text = visible(plain_text(value) if is_messages else str(value))
-    return text if len(text) <= _MAX_EXTRA_CHARS else text[: _MAX_EXTRA_CHARS - 3] + "..."
+    return visible(plain_text(value) if is_messages else str(value))
