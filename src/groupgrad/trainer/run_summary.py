@@ -19,7 +19,6 @@ from groupgrad.data.columns import is_transformed
 from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.kernels.compile import status_so_far
-from groupgrad.kernels.layers import multiplies_bfloat16
 from groupgrad.models.adapters import adapter_settings
 from groupgrad.models.load import inner_tokenizer
 from groupgrad.models.model_names import model_source
@@ -302,42 +301,16 @@ def _count(dataset: Any, use: str) -> str:
 
 
 def half_precision(trainer: Any) -> Finding | None:
-    """Returns which precision a CPU is faster in; None for a run in float32 or on another device."""
+    """Returns a warning of half precision on a CPU in which the compiled kernels do not run; None for other runs."""
     weights, mixed = unwrap(trainer.model).dtype, trainer.accelerator.mixed_precision
-    if trainer.accelerator.device.type != "cpu":
+    if trainer.accelerator.device.type != "cpu" or (mixed == "no" and computes_in_float32(trainer.model)):
         return None
-    if mixed == "no" and computes_in_float32(trainer.model):
-        share = product_seconds(torch.bfloat16) / product_seconds(torch.float32)
-        gradients = f"bfloat16 too, where a product takes {share:.2g} times as long on this CPU"
-        if not multiplies_bfloat16():
-            gradients = "float32, since this CPU has no instructions for bfloat16"
-        text = f"weights in bfloat16, sampled and scored in float32; products of gradients are in {gradients}"
-        return Finding("precision", text)
     if weights in (torch.bfloat16, torch.float16):
-        kind, mend = weights, "Set bf16=False" if mixed == "bf16" else "Load the model with dtype='float32'"
         what = f"weights in {str(weights).removeprefix('torch.')}"
+        mend = "Set bf16=False" if mixed == "bf16" else "Load the model with dtype='float32'"
     elif mixed in ("bf16", "fp16"):
-        kind, mend = torch.bfloat16 if mixed == "bf16" else torch.float16, f"Set {mixed}=False"
-        what = f"{mixed}=True"
+        what, mend = f"{mixed}=True", f"Set {mixed}=False"
     else:
         return None
-    times = product_seconds(kind) / product_seconds(torch.float32)
-    text = f"{what}: a product of matrices takes {times:.2g} times as long as in float32 on this CPU"
-    if times >= 1:
-        text += ", and this model runs without the compiled kernels then."
-        return Finding("precision", text, "warning", f"{mend} if memory allows.")
-    return Finding(
-        "precision", f"{text}; this model runs without the compiled kernels then, so compare the times of both"
-    )
-
-
-def product_seconds(dtype: torch.dtype) -> float:
-    """The time of a product of a (256, 512) and a (512, 512) matrix on the CPU, the shortest of five."""
-    inputs, weight = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    seconds = []
-    with torch.autocast("cpu", enabled=False):
-        for _ in range(5):
-            started = time.perf_counter()
-            torch.nn.functional.linear(inputs, weight)
-            seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    text = f"{what}: on a CPU this model runs without the compiled kernels then, which most processors do slower."
+    return Finding("precision", text, "warning", f"{mend} if memory allows.")
