@@ -8,7 +8,7 @@ import pytest
 from transformers import GenerationConfig
 
 from groupgrad import GRPOConfig
-from groupgrad.config.conditions import OWNED_KEYS
+from groupgrad.config.rules import OWNED_KEYS
 from groupgrad.engines.generation_options import COST_ONLY, INTERNAL, MOVED, NATIVE
 from groupgrad.engines.native.sampling_params import _NEUTRAL
 from groupgrad.errors import ConfigError

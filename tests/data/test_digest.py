@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datasets import Dataset, concatenate_datasets
 
-from groupgrad.data import digest
-from groupgrad.data.digest import dataset_digest
+from groupgrad.data import columns as digest
+from groupgrad.data.columns import dataset_digest
 
 
 def rows(count: int = 2500) -> Dataset:
@@ -27,7 +27,7 @@ def test_the_content_counts_and_its_order(tmp_path):
 
 
 def test_a_long_data_set_is_read_at_even_distances(monkeypatch):
-    monkeypatch.setattr(digest, "MAX_ROWS", 100)
+    monkeypatch.setattr(digest, "DIGEST_ROWS", 100)
     first = dataset_digest(rows())
     assert dataset_digest(rows().select([*range(1, 2500), 0])) != first
     assert first == dataset_digest(rows()) and first is not None and first["rows"] == 2500

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from groupgrad.activity import Timings
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.requests import RolloutSource
-from groupgrad.run_folder.timings import Timings
 
 
 def make_collector(

@@ -13,6 +13,7 @@ import torch
 from collectors import make_collector
 from scripted_agents import PlayingEngine, ask, call, make_agents, user, with_tools
 
+from groupgrad.activity import Timings
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
 from groupgrad.errors import RolloutError
@@ -21,7 +22,6 @@ from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience, ScoringOptions, turns_of
 from groupgrad.rollout.requests import GenerationRequest, report_failures
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.run_folder.timings import Timings
 from groupgrad.types import RewardTable
 
 TEXTS = ["ab", "a", "cab", ""]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from groupgrad.activity import Timings
 from groupgrad.errors import WeightsLost
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest
-from groupgrad.run_folder.timings import Timings
 
 ROWS: dict[int, dict[str, Any]] = {0: {"prompt": "x"}}
 

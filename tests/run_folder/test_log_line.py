@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from groupgrad.run_folder.log_line import format_log
+from groupgrad.run_folder.progress import format_log
 
 TRAIN = {
     "loss": -0.01234,

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from groupgrad.activity import Timings
 from groupgrad.run_folder.progress import ProgressCallback
-from groupgrad.run_folder.timings import Timings
 
 LOGS = {"loss": 0.0, "reward": 0.5, "completions/mean_length": 40.0}
 

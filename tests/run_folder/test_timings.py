@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from groupgrad.run_folder.timings import Timings
+from groupgrad.activity import Timings
 
 
 class Clock:

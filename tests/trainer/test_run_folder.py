@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from step_events import At
 
-from groupgrad.config.hidden_secrets import without_secrets
+from groupgrad.config.grpo_config import without_secrets
 from groupgrad.kernels import status
 from groupgrad.run_folder.rollout_files import RolloutFiles
 from groupgrad.run_folder.run_files import parse_rollout_file, read_lines

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
+import math
+import types
+import typing
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +22,6 @@ from groupgrad.config import legacy, rules
 from groupgrad.config.field_rules import DICTS, RANGES
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
 from groupgrad.config.settings import GRPOSettings
-from groupgrad.config.text_values import parse_texts
 from groupgrad.errors import ConfigError
 from groupgrad.kernels.extension_lock import bound_waits
 
@@ -181,3 +185,72 @@ def option_values(config: GRPOConfig) -> dict[str, Any]:
     """Every setting by its name, as text where it could change in place."""
     values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
     return {name: v if isinstance(v, (int, float, str, type(None))) else repr(v) for name, v in values.items()}
+
+
+SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_NUMBERS = (int, float)
+
+
+def parse_texts(config: Any) -> list[str]:
+    """Replaces the texts of fields that take no text by their values; a sentence for each that has none."""
+    problems = []
+    for name, kinds in _kinds_of_fields(type(config)).items():
+        text = getattr(config, name, None)
+        if not isinstance(text, str):
+            continue
+        try:
+            setattr(config, name, _parsed(text.strip().lower(), kinds))
+        except ValueError:
+            wanted = "True or False" if bool in kinds else "a number"
+            problems.append(f"{name}={text!r} is a text. Set it to {wanted}")
+    return problems
+
+
+def _parsed(text: str, kinds: tuple[type, ...]) -> Any:
+    """The value of a text as one of these types. ValueError if it is none."""
+    if text in ("none", "null") and type(None) in kinds:
+        return None
+    if bool in kinds:
+        if text not in SWITCHES:
+            raise ValueError(text)
+        return SWITCHES[text]
+    number = float(text)
+    if not math.isfinite(number) or (float not in kinds and not number.is_integer()):
+        raise ValueError(text)
+    return int(number) if int in kinds and number.is_integer() else number
+
+
+@functools.cache
+def _kinds_of_fields(record: type) -> dict[str, tuple[type, ...]]:
+    """Types of the fields of a dataclass that take a switch or a number, and neither a text nor anything else."""
+    found: dict[str, tuple[type, ...]] = {}
+    hints = typing.get_type_hints(record)
+    for field in dataclasses.fields(record):
+        hint = hints[field.name]
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(hint) if is_union else (hint,)
+        if any(kind in (bool, *_NUMBERS) for kind in kinds) and set(kinds) <= {bool, *_NUMBERS, type(None)}:
+            found[field.name] = kinds
+    return found
+
+
+HIDDEN = "<hidden>"
+"""The text in the place of a token or password."""
+
+_SECRET = ("token", "secret", "password", "passwd", "api_key", "apikey", "authorization", "credential", "credentials")
+"""Names end so if their text is a secret."""
+
+_NO_SECRET = frozenset(f"{kind}_token" for kind in ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "video"))
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """Copies a setting, named `key`, with tokens and passwords hidden, also within dicts and JSON texts."""
+    if isinstance(value, Mapping):
+        return {str(name): without_secrets(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(item, key) for item in value]
+    name = key.lower().replace("-", "_")
+    is_secret = name.endswith(_SECRET) and name not in _NO_SECRET
+    if isinstance(value, str) and value and (is_secret or any(f'{word}"' in value.lower() for word in _SECRET)):
+        return HIDDEN
+    return value

@@ -1,6 +1,6 @@
 """Tables of the options of transformers' `GenerationConfig`, by the engines that support them.
 
-Each field is in one of these tables or among the keys that a run sets itself (`config/conditions.py`).
+Each field is in one of these tables or among the keys that a run sets itself (`config/rules.py`).
 """
 
 from __future__ import annotations

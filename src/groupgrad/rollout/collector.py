@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from groupgrad import dist
+from groupgrad.activity import Timings
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.metrics import Metric
@@ -31,7 +32,6 @@ from groupgrad.rollout.dynamic_sampling import DynamicSampling, ScoredRollouts
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
 from groupgrad.rollout.statistics import completion_metrics, lag_metrics, num_tokens
-from groupgrad.run_folder.timings import Timings
 from groupgrad.types import RewardTable, Rollout, Turns
 
 

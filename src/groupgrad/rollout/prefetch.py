@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from groupgrad import dist
+from groupgrad.activity import Timings
 from groupgrad.engines.base import EngineWithWeights
 from groupgrad.errors import WeightsLost
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource
-from groupgrad.run_folder.timings import Timings
 from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)

@@ -74,7 +74,7 @@ def print_table(
     lead: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints one row a record: Prompt, Completion, and in one column rewards and advantage with two decimals, and extras.
+    """Prints one row a record: Prompt, Completion, and in one column rewards and advantage (two decimals) and extras.
 
     A column `lead` comes first. Markup in texts is not interpreted, and control characters are made visible.
     """

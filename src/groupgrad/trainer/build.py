@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, set_seed
 
 from groupgrad import compat, dist
+from groupgrad.activity import Timings
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import changed
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
@@ -54,7 +55,6 @@ from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.run_folder.completions import CompletionLog, CompletionsUpload
 from groupgrad.run_folder.progress import bars_on_terminals_only
-from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.forward import ForwardOptions, OldAndRefScorer
 from groupgrad.scoring.fused_modules import compute_in_weights_type
 from groupgrad.scoring.gradient_checkpointing import CheckpointingByNeed
@@ -69,7 +69,7 @@ from groupgrad.scoring.self_check import (
 from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController
-from groupgrad.trainer.given_model import GivenModel
+from groupgrad.trainer.checked_entry import GivenModel
 from groupgrad.trainer.gradients import GradientSums, GradientSync
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.types import Prompt

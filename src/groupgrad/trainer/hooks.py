@@ -78,9 +78,8 @@ from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow, RunState
 from groupgrad.trainer.changed_options import ChangedOptions
-from groupgrad.trainer.checked_entry import entry
+from groupgrad.trainer.checked_entry import entry, trials_from_present_weights
 from groupgrad.trainer.finite_steps import FiniteSteps
-from groupgrad.trainer.given_model import trials_from_present_weights
 from groupgrad.trainer.gradients import GradientSums, GradientSync, deterministic_cpu
 from groupgrad.trainer.hangs import Watch
 from groupgrad.trainer.resuming import Resume, raise_if_missing

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
-from groupgrad.data.digest import dataset_digest
+from groupgrad.data.columns import dataset_digest
 from groupgrad.models.shards import is_sharded
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.models.weights import weights_digest

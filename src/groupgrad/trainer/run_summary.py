@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from groupgrad import compat, dist
-from groupgrad.config.hidden_secrets import without_secrets
+from groupgrad.config.grpo_config import without_secrets
 from groupgrad.data.columns import is_transformed
 from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS

@@ -16,13 +16,13 @@ from typing import Any
 from transformers import TrainerCallback
 
 from groupgrad import dist
+from groupgrad.activity import Timings
 from groupgrad.errors import NoSignalError
 from groupgrad.metrics import Metric, average, merge_all
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, PolicyLoss
 from groupgrad.rollout.collector import Experience
 from groupgrad.run_folder.advice import Finding, Status, advice_on_step
 from groupgrad.run_folder.metric_store import MetricStore
-from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer.sampler_logprobs import MISMATCH
 

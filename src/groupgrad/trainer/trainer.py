@@ -23,6 +23,7 @@ from transformers import ProgressCallback as PlainProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from groupgrad import dist
+from groupgrad.activity import Timings
 from groupgrad.batch import Batch, StepTotals, TokenScores
 from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.eval_loader import EvalLoader, checked_batches
@@ -51,7 +52,6 @@ from groupgrad.rollout.requests import GenerationRequest, training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
-from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.attention_cost import attention_cost
 from groupgrad.scoring.forward import errors_of_passes, score_tokens, shares_beginnings
 from groupgrad.scoring.rounding import Rounding

@@ -24,7 +24,7 @@ from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.yaml_files import read_setting, read_settings
 from groupgrad.apps.sweep.sweep_plan import merged
 from groupgrad.config import GRPOConfig, legacy
-from groupgrad.config.hidden_secrets import without_secrets
+from groupgrad.config.grpo_config import without_secrets
 from groupgrad.spelling import nearest
 
 SECTIONS: dict[str, str] = {

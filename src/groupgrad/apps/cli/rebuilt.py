@@ -15,7 +15,7 @@ from groupgrad.apps.cli.sweep import in_folder
 from groupgrad.apps.replay.replaying import ReplayError
 from groupgrad.apps.replay.run_records import RunRecords
 from groupgrad.apps.sweep.store import ARMS, FILE
-from groupgrad.config.hidden_secrets import HIDDEN
+from groupgrad.config.grpo_config import HIDDEN
 from groupgrad.run_folder import run_files
 
 

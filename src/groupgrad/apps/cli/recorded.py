@@ -12,7 +12,7 @@ from typing import Any
 
 from groupgrad.apps.cli.parsing import given_fields, train_parser
 from groupgrad.checkpoints.saving import step_of
-from groupgrad.config.hidden_secrets import HIDDEN
+from groupgrad.config.grpo_config import HIDDEN
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.run_folder import run_files
 

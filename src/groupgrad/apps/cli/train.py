@@ -22,7 +22,7 @@ from groupgrad.apps.cli.parsing import Parsed, parse, train_parser
 from groupgrad.checkpoints.saving import is_storage_error
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import DTYPES, changed
-from groupgrad.config.hidden_secrets import without_secrets
+from groupgrad.config.grpo_config import without_secrets
 from groupgrad.config.settings import mapping
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, CheckpointNotSaved
 from groupgrad.integrations.reasoning_gym import PREFIX, reasoning_gym_reward

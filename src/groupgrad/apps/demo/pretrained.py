@@ -20,10 +20,10 @@ from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 
 from groupgrad import compat
+from groupgrad.activity import Timings
 from groupgrad.apps.demo.run import ON_A_CPU, Promise, before_and_after, train_and_report
 from groupgrad.config import GRPOConfig
 from groupgrad.models.load import load_policy, load_tokenizer
-from groupgrad.run_folder.timings import Timings
 from groupgrad.trainer import GRPOTrainer
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

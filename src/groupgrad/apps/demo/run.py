@@ -21,6 +21,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from groupgrad.activity import Timings
 from groupgrad.apps.demo.curves import plot_rewards
 from groupgrad.apps.demo.task import (
     MAX_COMPLETION_LENGTH,
@@ -32,7 +33,6 @@ from groupgrad.apps.demo.task import (
     warm_up,
 )
 from groupgrad.config import GRPOConfig
-from groupgrad.run_folder.timings import Timings
 from groupgrad.trainer import GRPOTrainer
 
 GRPO_STEPS, WARM_UP_STEPS = 200, 800

@@ -20,8 +20,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from groupgrad.apps.replay.differences import Compared, compare_settings, compare_step, compare_weights
 from groupgrad.apps.replay.run_records import RunRecords
 from groupgrad.checkpoints.manifest import Manifest, damage_of
-from groupgrad.config.hidden_secrets import without_secrets
-from groupgrad.data.digest import dataset_digest
+from groupgrad.config.grpo_config import without_secrets
+from groupgrad.data.columns import dataset_digest
 from groupgrad.errors import CheckpointError
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.models.weights import weights_digest
