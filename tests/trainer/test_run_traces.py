@@ -11,7 +11,7 @@ from datasets import Dataset
 from simulated_trackio import Trackio
 
 from groupgrad.errors import ConfigError
-from groupgrad.run_folder import senders
+from groupgrad.integrations import traces
 from groupgrad.run_folder.run_files import read_lines
 from groupgrad.trainer.changed_options import deciding
 
@@ -68,7 +68,7 @@ def test_rollouts_and_events_are_traces(train, tmp_path, trackio):
 
 
 def test_conversations_stay_messages_and_long_ones_are_cut(train, trackio, monkeypatch):
-    monkeypatch.setattr(senders, "MAX_CHARS", 10)
+    monkeypatch.setattr(traces, "MAX_CHARS", 10)
     prompt = [{"role": "system", "content": "be short"}, {"role": "user", "content": "0123456789abc"}]
     rows = Dataset.from_list([{"prompt": prompt}] * 4)
     train(max_steps=1, train_dataset=rows, rollouts_keep="0", **SETTINGS)

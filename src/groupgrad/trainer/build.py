@@ -71,6 +71,7 @@ from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.checked_entry import GivenModel
 from groupgrad.trainer.gradients import GradientSums, GradientSync
+from groupgrad.trainer.run_recorder import Sender
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.types import Prompt
 
@@ -343,6 +344,16 @@ def build_completion_log(config: GRPOConfig) -> CompletionLog:
     if upload is not None:
         weakref.finalize(log, upload.stop).atexit = False  # at exit it uploads the rest
     return log
+
+
+def build_senders(config: GRPOConfig) -> list[Sender]:
+    """The receivers of what a run records, beside its folder. ConfigError or ImportError where they cannot be had."""
+    if not (config.record_spans or config.record_traces):
+        return []
+    from groupgrad.integrations import traces
+
+    spans: list[Sender] = [traces.RunSpans()] if config.record_spans else []
+    return [*spans, *([traces.RunTraces(config.report_to)] if config.record_traces else [])]
 
 
 def build_rewards(

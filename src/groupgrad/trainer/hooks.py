@@ -224,7 +224,8 @@ class Hooks(TRLNames, Trainer):
         self.resume = Resume(self)
         self.saves = Saves(self, self.resume)
         self.stops = Stops(self, self.saves, self.resume)
-        self._loss_window, self.recorder = LossWindow(self), RunRecorder(self, self.resume)
+        self._loss_window = LossWindow(self)
+        self.recorder = RunRecorder(self, self.resume, build.build_senders(self.args))
         self._best_metric = BestMetric(self)
         watches = StepWatches(self), FirstBatch(self), LearningSignalWatch(self)
         for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pyarrow as pa
@@ -34,7 +34,6 @@ from groupgrad.run_folder.render import plain_value
 from groupgrad.run_folder.rollout_files import RolloutFiles
 from groupgrad.run_folder.rollout_table import TRAINING, StoredRows, images_by_name, summaries, to_table
 from groupgrad.run_folder.run_files import LineFile, WriteBehind
-from groupgrad.run_folder.senders import RunSpans, RunTraces
 from groupgrad.run_folder.token_texts import TokenTexts
 from groupgrad.scoring.head_hook import StatesTap
 from groupgrad.stopping import Paused, Stopped
@@ -54,14 +53,28 @@ EVAL_PART = 5
 """Evaluations get at most one part in so many of `rollouts_keep`."""
 
 
+class Sender(Protocol):
+    """Sends what the run folder records elsewhere."""
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Sends a line of `events.jsonl`."""
+        ...
+
+    def step(self, step: int, times_ns: tuple[int, int], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Sends a step, from its begin to its end, with the `summaries` of the rollouts that it sampled."""
+        ...
+
+
 class RunRecorder(TrainerCallback, AbstractContextManager):
     """Writes the run folder of a trainer. A context of each training, inside the lock of the folder.
 
     The main process writes metrics, events and configuration, every rank the rollouts that it sampled.
     """
 
-    def __init__(self, trainer: Any, resume: Resume):
+    def __init__(self, trainer: Any, resume: Resume, senders: Sequence[Sender]):
         self._trainer, self._resume = trainer, resume
+        self.senders = senders
+        """Receivers of steps, rollouts and events, in addition to the run folder."""
         self.command: dict[str, Any] | None = None
         """The command line that made the trainer, for the configuration; None for a trainer made in Python."""
         self.keep_bytes = trainer.args.rollouts_keep_resolved
@@ -80,10 +93,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._gradients = None
         if trainer.args.record_gradient_share:
             self._gradients = GradientShares(trainer.args.num_generations)
-        self.senders: list[RunSpans | RunTraces] = [RunSpans()] if trainer.args.record_spans else []
-        """Receivers of steps, rollouts and events, in addition to the run folder."""
-        if trainer.args.record_traces:
-            self.senders.append(RunTraces(trainer.args.report_to))
         self._known_data: tuple[Any, dict[str, Any] | None] | None = None
         """The training data with their digest."""
         self._written: tuple[Any, ...] | None = None
