@@ -38,7 +38,6 @@ class Activity:
 
 _open: list[Activity] = []
 _last_sign = [0.0]
-_last_words: list[Callable[[str], None]] = []
 
 
 def sign_of_life() -> None:
@@ -64,22 +63,10 @@ def present() -> tuple[Activity | None, float]:
     return (_open[-1] if _open else None), silent
 
 
-@contextmanager
-def last_words(say: Callable[[str], None]) -> Iterator[None]:
-    """Context in which a watch that ends this process calls `say` with the reason first, on the watch's thread."""
-    _last_words.append(say)
-    try:
-        yield
-    finally:
-        _last_words.remove(say)
-
-
 def end_process(reason: str) -> NoReturn:
     """Ends this process, whose training thread does not react, with a line that has the reason."""
     try:
         print(f"groupgrad: error: {reason}", file=sys.stderr, flush=True)
-        for say in _last_words:
-            say(reason)
     finally:
         os._exit(EXIT_HUNG)
 

@@ -131,7 +131,7 @@ def quiet_settings(config: Any, folder: str) -> None:
 
 def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
     """Reports on the data and on a small round. Returns False if the round has failed."""
-    from groupgrad import activity, stopping
+    from groupgrad import stopping
     from groupgrad.apps.check.data_findings import data_findings
     from groupgrad.apps.check.round_findings import evaluated_completions, round_findings
     from groupgrad.apps.check.small_round import make_round
@@ -143,13 +143,8 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
     num_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
     num_evaluated = evaluated_completions(trainer, num_steps)
 
-    def end_with(reason: str) -> None:
-        report.fail(reason)
-        report.end()
-
     try:
-        with activity.last_words(end_with):
-            done = make_round(trainer, parsed.flags["prompts"])
+        done = make_round(trainer, parsed.flags["prompts"])
     except (Exception, stopping.StopRequested) as error:  # functions of the user raise anything
         if os.environ.get("GROUPGRAD_TRACEBACK"):
             raise
