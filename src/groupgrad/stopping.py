@@ -1,8 +1,8 @@
 """Ends a run at a signal: signals are received at any time and handled at points where no work is lost.
 
 SIGTERM, SIGUSR1, SIGHUP and the first SIGINT ask for the end of the run. Work that only this rank takes part in, such
-as sampling and rewards, is left at once (`interruptible`); anything else is finished first (`finishing`). `dist.errors_on_all_ranks`
-surrounds the former and carries the request to all ranks.
+as sampling and rewards, is left at once (`interruptible`); anything else is finished first (`finishing`).
+`dist.errors_on_all_ranks` surrounds the former and carries the request to all ranks.
 """
 
 from __future__ import annotations
