@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import http.client
 import math
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 import torch
 from datasets import Dataset
 from openai import APIStatusError, APITimeoutError
+from simulated_vllm import simulate_vllm
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -147,6 +151,14 @@ def ask(session: Any, *messages: dict[str, Any], **options: Any) -> Any:
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+async def two_turns(row: dict[str, Any], session: Any) -> float:
+    client, messages = session.async_openai(), [user(f"{row['number']}?")]
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="any name", messages=messages, max_tokens=4)
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), user("+")]
+    return float(len(str(messages)) % 5)
 
 
 def test_a_plain_function_its_reward_and_the_messages_of_reward_functions(play: Any) -> None:
@@ -366,6 +378,44 @@ def test_a_program_that_never_answers_is_named_and_ends_at_its_deadline(make_pro
     assert [rollout.prompt.row["number"] for rollout in failed] == [0, 0]
     assert all("agent_timeout_s=3" in rollout.trace.problem for rollout in failed)
     assert "agent of row" in caplog.text
+
+
+CHILD = """
+from openai import OpenAI
+messages = [{"role": "user", "content": "a"}]
+print(OpenAI(max_retries=0).chat.completions.create(model="m", messages=messages, max_tokens=3).usage.completion_tokens)
+"""
+
+
+def test_a_child_process_finds_the_session_in_its_environment(play: Any) -> None:
+    def solve(row: dict[str, Any], session: Any) -> float:
+        environment = {"PATH": os.environ["PATH"], **session.env}
+        said = subprocess.run(
+            [sys.executable, "-c", CHILD], env=environment, capture_output=True, check=True, text=True
+        )
+        return float(said.stdout)
+
+    _, found = play(solve, per_device_train_batch_size=2)
+    assert [rollout.num_sampled for rollout in found] == [rollout.environment_rewards["solve"] for rollout in found]
+
+
+def test_a_run_of_programs_goes_on_where_it_was_saved(play: Any, make_programs: Any, tmp_path: Path) -> None:
+    config = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    whole, _ = play(two_turns, **config)
+    again, _ = make_programs(two_turns, **config)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters()))
+
+
+def test_vllm_answers_programs_from_the_weights_of_each_step(play: Any, monkeypatch: Any) -> None:
+    _, expected = play(two_turns, max_steps=2)
+    served = simulate_vllm(monkeypatch)
+    trainer, found = play(two_turns, max_steps=2, use_vllm=True, vllm_max_model_length=64)
+    assert served[0].pushes == [("weights", 0), ("weights", 1)]
+    assert [rollout.completion_ids for rollout in found] == [rollout.completion_ids for rollout in expected]
+    key = "sampling/sampling_logp_difference/max"
+    # Stale weights would be off by far more after a step of this size.
+    assert max(entry[key] for entry in trainer.state.log_history if key in entry) < 1e-5
 
 
 def test_a_client_that_goes_away_ends_nothing_else(play: Any) -> None:
