@@ -260,6 +260,7 @@ def test_a_key_that_is_unknown(headers: dict[str, str], fixed: Any) -> None:
         ({"stop": ["a", ""]}, "stop=['a', ''] is no list of texts"),
         ({"stop": 5}, "stop=5 is no list of texts"),
         ({"response_format": "json"}, "response_format='json' is no JSON object"),
+        ({"top_k": 20}, "top_k=20 cannot be honoured"),
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls of a message is no list"),
     ],
 )

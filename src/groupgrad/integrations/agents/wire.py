@@ -22,6 +22,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "min_p": (0, 0.0),
+    "top_k": (0, -1),
 }
 """Parameters that would change the distribution or the answer, and the values at which they do not."""
 
