@@ -65,8 +65,15 @@ def test_without_the_key_nothing_is_read(port: int, key: str | None):
 
 def test_paths_and_methods_that_there_are_not(port: int):
     for path in ("/", "/v1", "/v1/files", "/metrics", "/v1/../etc/passwd", "/%2e%2e/"):
-        assert raw_exchange(port, request(path, BODY, "secret"))[0] == 404
+        status, found = raw_exchange(port, request(path, BODY, "secret"))
+        assert status == 404 and "/v1/chat/completions" in found["error"]["message"]
     assert raw_exchange(port, request(PATHS[0], key="secret"))[0] == 405
+
+
+def test_a_client_of_responses_is_told_to_ask_by_chat_completions(port: int):
+    """OpenAI's Agents SDK asks so unless it is told otherwise."""
+    status, found = raw_exchange(port, request("/v1/responses", BODY, "secret"))
+    assert status == 404 and "ask by chat completions" in found["error"]["message"]
 
 
 @pytest.mark.parametrize("path", PATHS)

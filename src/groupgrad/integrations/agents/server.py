@@ -125,7 +125,15 @@ def make_app(
     if metrics is not None:
         text = partial(PlainTextResponse, media_type="text/plain; version=0.0.4")
         routes.append(Route("/metrics", partial(show, page=lambda: text(metrics()))))
-    return Starlette(routes=routes)
+
+    async def lost(request: Request, error: Exception) -> Response:
+        paths = ", ".join(route.path for route in routes)
+        said = f"there is no {request.url.path} here, but {paths}"
+        if request.url.path == "/v1/responses":
+            said += "; ask by chat completions (OpenAI's Agents SDK: set_default_openai_api('chat_completions'))"
+        return _refusal(BadRequest(said, status=404, code="not_found"), _CHAT)
+
+    return Starlette(routes=routes, exception_handlers={404: lost})
 
 
 def _authorized(request: Request, find: Callable[[str], Asked | None]) -> Asked:
