@@ -47,6 +47,13 @@ def parts(items: list[str], table: dict[str, Any] | None = None) -> list[str]:
 
 
 @server.tool()
+def chatter(text: str, times: int) -> str:
+    """Writes messages."""
+    print(text * times, file=sys.stderr, flush=True)
+    return "said"
+
+
+@server.tool()
 def die() -> str:
     """Ends the server."""
     print("I am ending", file=sys.stderr, flush=True)

@@ -109,6 +109,22 @@ def test_a_server_that_ends_fails_the_call_and_starts_again(workers: Workers, ca
     assert "I am ending" in caplog.text
 
 
+def test_messages_of_a_server_fill_no_disk_and_the_last_ones_are_quoted() -> None:
+    async def play() -> tuple[list[int], str]:
+        held = connection.Connection(connection.Server(COMMAND))
+        sizes = []
+        for text, times in (("a", 2 * connection.MAX_MESSAGES), ("b", 10), ("c", 10)):
+            await held.call("chatter", {"text": text, "times": times})
+            sizes.append(os.fstat(held._held[0]._errors.fileno()).st_size)
+        words = held._held[0].last_words()
+        await held.close()
+        return sizes, words
+
+    sizes, words = connection.run_on_loop(play())
+    assert sizes == [2 * connection.MAX_MESSAGES + 1, 11, 22]
+    assert words == f". Its last messages:\n{'b' * 10}\n{'c' * 10}"
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_hangs_is_replaced(workers: Workers) -> None:
     tools = mcp_tools(COMMAND)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import fcntl
 import logging
 import os
 import shlex
@@ -32,6 +33,8 @@ STARTS_AT_ONCE = os.cpu_count() or 1
 """Processes that start at the same time; of many, each would take longer than `start_timeout_s`."""
 _MAX_TAIL = 2000
 """Bytes of a process's last messages that errors quote."""
+MAX_MESSAGES = 1 << 20
+"""Bytes of a process's messages on the disk at a call; more are dropped."""
 _LOOP = LoopThread("mcp")
 """Runs all sessions. It runs no code of the user, so nothing can block it."""
 _STARTS = asyncio.Semaphore(STARTS_AT_ONCE)
@@ -105,6 +108,7 @@ class Connection:
         """The result of a tool, as the package gives it. ConnectionError if there is no server; errors of the package
         if it ends during the call."""
         session = await self._started()
+        session.drop_messages()
         calling = asyncio.create_task(session.client.call_tool(name, arguments))
         try:
             # Not `await calling`: cancelled, it would end only when the package has told the server so, and calls that
@@ -167,7 +171,8 @@ class _Session:
         self._opened = asyncio.Event()
         self._closing = asyncio.Event()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read once the session has ended
-        """The standard error of a process."""
+        """The standard error of a process, which writes at its end even after it was emptied."""
+        fcntl.fcntl(self._errors, fcntl.F_SETFL, os.O_APPEND)
         self._holder = self._loop.create_task(self._hold())
         _OPEN.add(self)
         self._holder.add_done_callback(lambda _: _OPEN.discard(self))
@@ -198,6 +203,11 @@ class _Session:
         end = os.pread(file, _MAX_TAIL, max(0, os.fstat(file).st_size - _MAX_TAIL))
         text = end.decode(errors="replace").strip()
         return f". Its last messages:\n{text}" if text else ""
+
+    def drop_messages(self) -> None:
+        """Empties the file of the process's messages if they are too many. Many servers write a line for each call."""
+        if os.fstat(self._errors.fileno()).st_size > MAX_MESSAGES:
+            os.ftruncate(self._errors.fileno(), 0)
 
     def close_soon(self) -> None:
         """Begins to end the session; on any thread."""
