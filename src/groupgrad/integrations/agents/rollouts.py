@@ -118,7 +118,7 @@ class ProgramRollouts(RolloutSource):
 
     def open_session(self) -> AgentSession:
         """A session with a key of its own, until `close_session`."""
-        self._clients = self._clients or Clients(self.address.url, self.options.timeout_s)
+        self._clients = self._clients or Clients(self.address, self.options.timeout_s)
         session = AgentSession(self.address.url, secrets.token_urlsafe(24), self._clients)
         self.sessions[session.api_key] = session
         return session

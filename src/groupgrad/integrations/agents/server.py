@@ -207,6 +207,7 @@ class Address:
     """
 
     def __init__(self, app: Starlette, listening: socket.socket | None = None):
+        self.app = app
         self._socket = listen() if listening is None else listening
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
@@ -220,7 +221,9 @@ class Address:
         )
         self._server = uvicorn.Server(config)
         self._loop = LoopThread("agent-address")
-        self._served = self._loop.submit(self._server.serve(sockets=[self._socket]))
+        self.submit = self._loop.submit
+        """Runs a coroutine on the thread of the address."""
+        self._served = self.submit(self._server.serve(sockets=[self._socket]))
 
     def close(self) -> None:
         """Ends the server. May be called any number of times."""

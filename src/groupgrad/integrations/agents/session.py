@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from groupgrad.integrations.agents.in_process import async_http_client
+from groupgrad.integrations.agents.server import Address
 from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Question
 from groupgrad.types import Reward
 
@@ -30,9 +32,10 @@ class Asking:
 class Clients:
     """The `openai` clients of an address. Making one takes up to 50 ms, so sessions share those of a thread's loop."""
 
-    def __init__(self, base_url: str, timeout_s: float):
+    def __init__(self, address: Address, timeout_s: float):
+        self._address = address
         # The deadline is the rollout's; a client's own retries would ask again for what is being sampled.
-        self._options = {"base_url": base_url, "timeout": timeout_s, "max_retries": 0, "api_key": "none"}
+        self._options = {"base_url": address.url, "timeout": timeout_s, "max_retries": 0, "api_key": "none"}
         self._lock = threading.Lock()
         self._plain: Any = None
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
@@ -52,7 +55,7 @@ class Clients:
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._by_loop:
-                self._by_loop[loop] = AsyncOpenAI(**self._options)
+                self._by_loop[loop] = AsyncOpenAI(**self._options, http_client=async_http_client(self._address))
             return self._by_loop[loop].with_options(**options)
 
 
