@@ -1,9 +1,9 @@
 """Prints what an OpenAI-compatible address costs an agent, beside the same turns without it.
 
-    python bench/address.py [--sessions 64] [--turns 8] [--max_tokens 16] [--repetitions 3]
+    python bench/address.py [--sessions 64] [--turns 8] [--max_tokens 16] [--repetitions 3] [--socket]
 
-SmolLM2-135M-Instruct samples. An async program talks to the address through the `openai` client, all sessions at once;
-beside it, in turn, coroutines of the same engine sample the very same tokens: seeds, messages and limits are equal, and
+SmolLM2-135M-Instruct samples. An async program asks by the client of its session, or with `--socket` by an `openai`
+client over a connection, as programs do that bring a client of their own; all sessions run at once. Beside it, in turn, coroutines of the same engine sample the very same tokens: seeds, messages and limits are equal, and
 so are the ids, which is checked. The columns: seconds of both, their ratio, milliseconds more for each request, how
 much of the processor's time the program with its client took for each request, and the server, and the decode steps of
 both: requests that come back one after the other share fewer of them.
@@ -27,6 +27,7 @@ import tempfile
 
 from datasets import Dataset
 from materials import load_smollm2
+from openai import AsyncOpenAI
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.base import Request
@@ -41,8 +42,13 @@ FIRST, NEXT = {"role": "user", "content": "Let us count. You begin."}, {"role": 
 def make_rollouts(options: argparse.Namespace) -> ProgramRollouts:
     """The rollouts of a trainer whose agent takes the turns that are asked for."""
 
+    over_socket: list[AsyncOpenAI] = []  # one for all sessions, since making one takes up to 50 ms
+
     async def talk(row: dict[str, Any], session: Any) -> float:
         client, messages = session.async_openai(), [FIRST]
+        if options.socket:
+            over_socket[:] = over_socket or [AsyncOpenAI(base_url=session.base_url, api_key="none", max_retries=0)]
+            client = over_socket[0].with_options(api_key=session.api_key)
         for _ in range(options.turns):
             asked = {"model": session.model, "messages": messages, "max_tokens": options.max_tokens}
             answer = await client.chat.completions.create(**asked)
@@ -138,6 +144,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--max_tokens", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--socket", action="store_true")
     options = parser.parse_args()
     rollouts = make_rollouts(options)
     rows = [measure(rollouts, count, options) for count in (1, options.sessions)]
