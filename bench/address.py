@@ -3,10 +3,11 @@
     python bench/address.py [--sessions 64] [--turns 8] [--max_tokens 16] [--repetitions 3] [--socket]
 
 SmolLM2-135M-Instruct samples. An async program asks by the client of its session, or with `--socket` by an `openai`
-client over a connection, as programs do that bring a client of their own; all sessions run at once. Beside it, in turn, coroutines of the same engine sample the very same tokens: seeds, messages and limits are equal, and
-so are the ids, which is checked. The columns: seconds of both, their ratio, milliseconds more for each request, how
-much of the processor's time the program with its client took for each request, and the server, and the decode steps of
-both: requests that come back one after the other share fewer of them.
+client over a connection, as programs do that bring a client of their own; all sessions run at once. Beside it, in turn,
+coroutines of the same engine sample the very same tokens: seeds, messages and limits are equal, and so are the ids,
+which is checked. The columns: seconds of both, their ratio, milliseconds more for each request, how much of the
+processor's time the program with its client took for each request, and the server, and the decode steps of both:
+requests that come back one after the other share fewer of them.
 """
 
 from __future__ import annotations
