@@ -10,10 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, DefaultHttpxClient
 
 from groupgrad.integrations.agents import server
-from groupgrad.integrations.agents.in_process import async_http_client
+from groupgrad.integrations.agents.in_process import make_client
 from groupgrad.integrations.agents.server import Address, make_app
 from groupgrad.integrations.agents.wire import Answer, Question
 
@@ -48,9 +47,8 @@ def address(slow: Slow) -> Iterator[Address]:
     found.close()
 
 
-def client_of(address: Address) -> AsyncOpenAI:
-    http_client = async_http_client(address)
-    return AsyncOpenAI(base_url=address.url, api_key="secret", max_retries=0, http_client=http_client)
+def client_of(address: Address, *, is_async: bool = True) -> Any:
+    return make_client(address, is_async=is_async, api_key="secret", max_retries=0)
 
 
 @pytest.mark.parametrize(
@@ -72,17 +70,16 @@ def test_both_ways_give_the_same(
     monkeypatch.setattr("groupgrad.integrations.agents.wire.time.time", lambda: 1.0)
     slow.asked.set()
     asked = {"url": address.url + path, "json": body, "headers": {"authorization": f"Bearer {key}"}}
-    with DefaultHttpxClient() as client:
+    with openai.DefaultHttpxClient() as client:
         by_socket = client.post(**asked)
 
     async def post() -> Any:
-        async with async_http_client(address) as client:
-            return await client.post(**asked)
+        return await client_of(address)._client.post(**asked)
 
-    in_process = asyncio.run(post())
-    assert by_socket.status_code == in_process.status_code == status
-    assert by_socket.content == in_process.content
-    assert by_socket.headers["content-type"] == in_process.headers["content-type"]
+    for found in (client_of(address, is_async=False)._client.post(**asked), asyncio.run(post())):
+        assert by_socket.status_code == found.status_code == status
+        assert by_socket.content == found.content
+        assert by_socket.headers["content-type"] == found.headers["content-type"]
 
 
 def test_a_client_that_gives_up_or_is_cancelled_ends_nothing_else(slow: Slow, address: Address) -> None:
@@ -101,6 +98,9 @@ def test_a_client_that_gives_up_or_is_cancelled_ends_nothing_else(slow: Slow, ad
         return answer.choices[0].message.content
 
     assert asyncio.run(play()) == "Yes."
+    slow.asked.clear()
+    with pytest.raises(openai.APITimeoutError):
+        client_of(address, is_async=False).chat.completions.create(model="m", **CHAT, timeout=0.3)
 
 
 def test_an_address_that_closes_tells_those_who_wait(slow: Slow, address: Address) -> None:

@@ -418,6 +418,18 @@ def test_vllm_answers_programs_from_the_weights_of_each_step(play: Any, monkeypa
     assert max(entry[key] for entry in trainer.state.log_history if key in entry) < 1e-5
 
 
+def test_programs_may_close_their_clients(play: Any) -> None:
+    async def solve(row: dict[str, Any], session: Any) -> float:
+        with session.openai() as client:
+            assert client.models.list().data
+        async with session.async_openai() as client:
+            await client.chat.completions.create(model="m", messages=[user("a")], max_tokens=2)
+        return 1.0
+
+    _, found = play(solve, max_steps=2)
+    assert [rollout.finish_reason for rollout in found] == ["eos"] * 8
+
+
 def test_a_client_that_goes_away_ends_nothing_else(play: Any) -> None:
     """And another engine, which samples whole batches, answers."""
 

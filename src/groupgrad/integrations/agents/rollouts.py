@@ -28,7 +28,7 @@ from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.integrations.agents.answers import read_sample
 from groupgrad.integrations.agents.conversations import Continuation, Conversations, Formats
 from groupgrad.integrations.agents.server import Address, make_app
-from groupgrad.integrations.agents.session import AgentSession, Asking, Clients
+from groupgrad.integrations.agents.session import AgentSession, Asking
 from groupgrad.integrations.agents.wire import BadRequest, Question
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.rollout.driver import AT_ONCE_S, Driver, sample_turn, wait_for
@@ -87,7 +87,6 @@ class ProgramRollouts(RolloutSource):
         self.sessions: dict[str, AgentSession] = {}
         """The open sessions by their keys."""
         self._address: Address | None = None
-        self._clients: Clients | None = None
         self._said: set[str] = set()
 
     @property
@@ -118,8 +117,7 @@ class ProgramRollouts(RolloutSource):
 
     def open_session(self) -> AgentSession:
         """A session with a key of its own, until `close_session`."""
-        self._clients = self._clients or Clients(self.address, self.options.timeout_s)
-        session = AgentSession(self.address.url, secrets.token_urlsafe(24), self._clients)
+        session = AgentSession(self.address, secrets.token_urlsafe(24), self.options.timeout_s)
         self.sessions[session.api_key] = session
         return session
 
@@ -149,7 +147,7 @@ class ProgramRollouts(RolloutSource):
         """Ends the address and the threads of programs. May be called any number of times."""
         if self._address is not None:
             self._address.close()
-            self._address = self._clients = None
+            self._address = None
         self.workers.close()
 
     def temperature(self, question: Question, sampling: SamplingOptions) -> float | None:

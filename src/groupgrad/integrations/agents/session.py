@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import math
 import threading
 import time
@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from groupgrad.integrations.agents.in_process import async_http_client
+from groupgrad.integrations.agents.in_process import make_client
 from groupgrad.integrations.agents.server import Address
 from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Question
 from groupgrad.types import Reward
@@ -27,36 +26,6 @@ class Asking:
     answer: Future[Answer]
     since: float = field(default_factory=time.monotonic)
     """When it was asked, in seconds of `time.monotonic`."""
-
-
-class Clients:
-    """The `openai` clients of an address. Making one takes up to 50 ms, so sessions share those of a thread's loop."""
-
-    def __init__(self, address: Address, timeout_s: float):
-        self._address = address
-        # The deadline is the rollout's; a client's own retries would ask again for what is being sampled.
-        self._options = {"base_url": address.url, "timeout": timeout_s, "max_retries": 0, "api_key": "none"}
-        self._lock = threading.Lock()
-        self._plain: Any = None
-        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
-
-    def plain(self, **options: Any) -> Any:
-        """An `openai.OpenAI` client."""
-        from openai import OpenAI
-
-        with self._lock:
-            self._plain = self._plain or OpenAI(**self._options)
-        return self._plain.with_options(**options)
-
-    def on_loop(self, **options: Any) -> Any:
-        """An `openai.AsyncOpenAI` client for the running event loop, to which its connections belong."""
-        from openai import AsyncOpenAI
-
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if loop not in self._by_loop:
-                self._by_loop[loop] = AsyncOpenAI(**self._options, http_client=async_http_client(self._address))
-            return self._by_loop[loop].with_options(**options)
 
 
 class Questions:
@@ -111,10 +80,12 @@ class AgentSession(Questions):
     child processes, and for clients of Anthropic's API. All requests with this key belong to this rollout. Thread-safe.
     """
 
-    def __init__(self, base_url: str, api_key: str, clients: Clients):
+    def __init__(self, address: Address, api_key: str, timeout_s: float):
         super().__init__()
-        self.base_url, self.api_key, self.model = base_url, api_key, MODEL
-        self._clients = clients
+        self.base_url, self.api_key, self.model = address.url, api_key, MODEL
+        # The deadline is the rollout's; a client's own retries would ask again for what is being sampled.
+        options = {"api_key": api_key, "timeout": timeout_s, "max_retries": 0}
+        self._make_client = functools.partial(make_client, address, **options)
         self._rewards: list[tuple[float, str | None, int | None]] = []
         self._metrics: dict[str, float] = {}
         self.num_answered = 0
@@ -138,11 +109,11 @@ class AgentSession(Questions):
 
     def openai(self, **options: Any) -> Any:
         """An `openai.OpenAI` client of this session; `options` are those of the client."""
-        return self._clients.plain(**{"api_key": self.api_key, **options})
+        return self._make_client(is_async=False, **options)
 
     def async_openai(self, **options: Any) -> Any:
-        """An `openai.AsyncOpenAI` client of this session. RuntimeError where no event loop runs."""
-        return self._clients.on_loop(**{"api_key": self.api_key, **options})
+        """An `openai.AsyncOpenAI` client of this session; `options` are those of the client."""
+        return self._make_client(is_async=True, **options)
 
     def log_reward(self, value: float, name: str | None = None, *, turn: int | None = None) -> None:
         """Adds to the rollout's reward. A `name` makes it a metric of its own, too.
