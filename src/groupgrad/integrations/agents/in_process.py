@@ -20,9 +20,8 @@ def make_client(address: Address, *, is_async: bool, **options: Any) -> Any:
     """
     import openai
 
-    kind, http_kind = (
-        (openai.AsyncOpenAI, openai.DefaultAsyncHttpxClient) if is_async else (openai.OpenAI, openai.DefaultHttpxClient)
-    )
+    kind: Any = openai.AsyncOpenAI if is_async else openai.OpenAI
+    http_kind: Any = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
     return kind(base_url=address.url, http_client=http_kind(transport=_transport_type()(address)), **options)
 
 
