@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +39,10 @@ def faulty(folder: Path, step: int, fault: str) -> Callable[[], Any]:
     return lambda: make_trainer(folder, max_steps=STEPS, reward=OneReward(step))
 
 
-def without_records(folder: Path, to: Path) -> Path:
-    """A copy of a run with its checkpoints alone."""
-    shutil.copytree(folder, to)
-    shutil.rmtree(to / "rollouts")
-    (to / "weights.jsonl").unlink()
-    lines = (to / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (to / "metrics.jsonl").write_text("".join(lines[-1:]))
-    return to
-
-
 def numbers_of(result: Replay) -> int:
     """Numbers that a replay has compared with the record."""
     compared = result.compared
-    return compared.tokens + compared.numbers + compared.metrics + sum(total for total, _ in result.weights.values())
+    return compared.tokens + compared.numbers + compared.metrics
 
 
 def random_replays(run_of: Callable[[str], Path], unused: Path, count: int) -> Iterator[tuple[str, Replay]]:
@@ -66,20 +54,11 @@ def random_replays(run_of: Callable[[str], Path], unused: Path, count: int) -> I
         yield kind, replay(make_trainer(unused, **KINDS[kind]), run, step, row=row)
 
 
-def random_faults(clean: Path, folder: Path, records: str, count: int) -> Iterator[tuple[str, int, Bisection]]:
-    """Bisects a clean run and runs with a fault at a random step: the fault, its step, and the result.
-
-    `records` is `all`, or `checkpoints` for runs of which nothing but checkpoints is left.
-    """
+def random_faults(clean: Path, folder: Path, count: int) -> Iterator[tuple[str, int, Bisection]]:
+    """Bisects a clean run and runs with a fault at a random step: the fault, its step, and the result."""
     generator = random.Random(18)
     for place in range(count):
         fault, step = ("bit", "reward")[place % 2], generator.randint(1, STEPS - 1)
         run = folder / f"{place}"
         faulty(run, step, fault)().train()
-        if records == "all":
-            yield fault, step, bisect(clean, run)
-            continue
-        bare = [without_records(path, folder / f"{place}-{path.name}-bare") for path in (clean, run)]
-        again = folder / "again"
-        first, second = partial(make_trainer, again, max_steps=STEPS), faulty(again, step, fault)
-        yield fault, step, bisect(*bare, make_first=first, make_second=second)
+        yield fault, step, bisect(clean, run)

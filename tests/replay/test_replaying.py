@@ -49,7 +49,6 @@ def test_a_step_of_every_kind_of_run_has_the_same_bits(run_of, tmp_path, kind):
     assert result.is_same, replay_report(result)
     assert result.start.step == 4 and result.compared.digests == 4
     assert result.compared.rows >= 8 and result.compared.unmatched == 0
-    assert result.weights[8][0] > 500 and result.weights[8][1] is None
     assert result.compared.metrics > 20
     assert result.rows[0] is not None and result.rows[0]["completion_ids"] == result.rows[1]["completion_ids"]
     assert files_of(folder) == before
@@ -150,7 +149,7 @@ def test_rewards_that_vary_are_named_or_taken_from_the_record(tmp_path):
     assert len(calls) == count + 3 and (first.step, first.row, first.what) == (1, 2, "reward of letters_reward")
     taken = make_trainer(tmp_path / "unused", reward=judge, max_steps=4)
     result = replay(taken, folder, 4, recorded_rewards=True)
-    assert result.is_same and result.weights[4][1] is None
+    assert result.is_same and result.compared.digests == 4
     assert len(calls) == count + 3
 
 
@@ -168,7 +167,7 @@ def test_rewards_of_turns_are_taken_from_the_record(run_of, tmp_path):
 
     unused = make_trainer(tmp_path / "unused", **{**KINDS["turns"], "reward": turns_reward})
     result = replay(unused, folder, 8, recorded_rewards=True)
-    assert result.is_same and result.weights[8][1] is None
+    assert result.is_same
 
 
 def test_mistakes_are_said_before_anything_is_repeated(run_of, tmp_path):

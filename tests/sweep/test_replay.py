@@ -11,29 +11,6 @@ import yaml
 
 from groupgrad.apps.cli.main import main
 
-SCRIPT = """
-from datasets import Dataset
-
-from groupgrad import Sweep
-
-
-def letters(completion_ids, **kwargs):
-    return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
-
-
-sweep = Sweep(
-    "mine",
-    {"learning_rate": [1e-2, 3e-2]},
-    args={"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 3, "num_generations": 4,
-          "per_device_train_batch_size": 8, "max_completion_length": 6},
-    turn_steps=2,
-    model="base",
-    reward_funcs=letters,
-    train_dataset=Dataset.from_dict({"prompt": list("abcdefgh")}),
-)
-sweep.run()
-"""
-
 
 def times_of(folder: str) -> dict[str, int]:
     """The time of every file of a folder."""
@@ -62,34 +39,9 @@ def test_an_arm_is_replayed_and_bisected(content: dict[str, Any], capsys: Any, m
         assert "holds the settings of the last start" not in shown  # those of an arm never change
     # Variables of the sweep's file are exported again, but for those whose value the record hides.
     assert (os.environ["SWEEP_JUDGE"], os.environ["SWEEP_API_KEY"]) == ("here", "new")
-    assert main(["bisect", first, second, "--replay"]) == 1
-    shown = capsys.readouterr().out
-    assert f"learning_rate: 0.01 in {first}, 0.03 in {second}" in shown
-    assert shown.count("is what it recorded, 0 bits differ") == 2
+    assert main(["bisect", first, second]) == 1
+    assert f"learning_rate: 0.01 in {first}, 0.03 in {second}" in capsys.readouterr().out
     assert times_of("out") == before
-
-
-@pytest.mark.slow
-def test_an_arm_of_a_script_is_replayed_by_it(content: dict[str, Any], capsys: Any) -> None:
-    Path("mine.py").write_text(SCRIPT)
-    exec(compile(SCRIPT, "mine.py", "exec"), {"__name__": "__main__"})
-    first, second = sorted(f"{path}" for path in Path("mine/arms").iterdir())
-    capsys.readouterr()
-    assert main(["replay", second, "--step", "3"]) == 2
-    shown = capsys.readouterr().err
-    assert (
-        f"{second} is an arm of a sweep that a Python script or an earlier release made" in shown
-        and "--script" in shown
-    )
-    assert main(["bisect", first, second, "--replay"]) == 2
-    shown = capsys.readouterr().err
-    assert "groupgrad.apps.replay.bisect" in shown and "--script" not in shown
-    assert main(["replay", second, "--step", "3", "--row", "1", "--script", "mine.py"]) == 0
-    shown = capsys.readouterr().out
-    assert "step 3, row 1:" in shown and shown.count("note:") == 1 and shown.endswith("0 bits differ.\n")
-    Path("other.py").write_text(SCRIPT.replace('"mine"', '"other"'))
-    assert main(["replay", second, "--step", "3", "--script", "other.py"]) == 2
-    assert "other, and the run is an arm of the sweep in" in capsys.readouterr().err
 
 
 def test_a_sweep_object_makes_trainers_of_its_arms_for_replays(make_sweep: Any, tmp_path: Path) -> None:

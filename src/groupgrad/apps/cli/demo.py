@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from groupgrad.apps.cli.command_parser import CommandParser
 from groupgrad.imports import quick_imports
@@ -44,6 +46,25 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     if options.grpo_steps is None:
         options.grpo_steps = (run if options.tiny else pretrained).GRPO_STEPS
     return options
+
+
+def trainer_of(run_folder: Path, argv: Sequence[str], output_dir: str) -> Any:
+    """The trainer of a run of this command as it was before training, for a replay. ValueError if its model is gone."""
+    from groupgrad.apps.demo import pretrained, run
+
+    base, options = run_folder / run.BASE, parser().parse_args(argv)
+    options.tiny |= base.is_dir()  # runs of earlier releases, which had no other model
+    options = completed(options)
+    options.output_dir = output_dir
+    if not options.tiny:
+        if (missing := pretrained.missing_because()) is not None:
+            raise ValueError(f"the model that {run_folder} started from is not here: {missing}")
+        return pretrained.make_trainer(options)
+    if not base.is_dir():
+        raise ValueError(
+            f"{run_folder} has no {run.BASE}/, the model that it started from; run `groupgrad demo --tiny` again"
+        )
+    return run.make_trainer(options, str(base))
 
 
 def parser() -> argparse.ArgumentParser:

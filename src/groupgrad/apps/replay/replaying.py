@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from groupgrad.apps.replay.differences import Compared, compare_settings, compare_step, compare_weights
+from groupgrad.apps.replay.differences import Compared, compare_settings, compare_step
 from groupgrad.apps.replay.run_records import RunRecords
 from groupgrad.checkpoints.manifest import Manifest, damage_of
 from groupgrad.config.grpo_config import without_secrets
@@ -60,25 +60,13 @@ class Replay:
     start: ReplayStart
     seconds: float
     compared: Compared
-    weights: dict[int, tuple[int, tuple[int, str, str] | None]]
-    """Step of a checkpoint → numbers that were compared, and how many differ, where first, and both values."""
     rows: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
     """The row in the run and in the replay."""
 
     @property
     def is_same(self) -> bool:
         """True if nothing that was compared differs."""
-        return not self.compared.differences and all(found is None for _, found in self.weights.values())
-
-
-def check_processes(records: RunRecords) -> None:
-    """ReplayError for a run of several processes."""
-    processes = records.config.get("processes", 1)
-    if processes != 1:
-        raise ReplayError(
-            f"{records.name} was trained by {processes} processes, and only runs of one process can be repeated; "
-            "`groupgrad bisect` without --replay compares its records with those of another run"
-        )
+        return not self.compared.differences
 
 
 def find_start(records: RunRecords, step: int, row: int | None = None) -> ReplayStart:
@@ -86,7 +74,12 @@ def find_start(records: RunRecords, step: int, row: int | None = None) -> Replay
 
     ReplayError if the run has no such step or row, or cannot be repeated by this number of processes.
     """
-    check_processes(records)
+    processes = records.config.get("processes", 1)
+    if processes != 1:
+        raise ReplayError(
+            f"{records.name} was trained by {processes} processes, and only runs of one process can be repeated; "
+            "`groupgrad bisect` compares its records with those of another run"
+        )
     last = records.last_step
     if not 1 <= step <= last:
         raise ReplayError(f"{records.name} has no step {step}; it has recorded steps 1 to {last}")
@@ -177,17 +170,13 @@ def replay(
     if keep is not None and folder.exists() and any(folder.iterdir()):
         raise ReplayError(f"{folder} is not empty; name a new folder for the replay's records")
     try:
-        saves = [number for number in records.checkpoints if start.step < number <= step]
-        again = repeat(trainer, records, start, step, folder, saves=saves, recorded_rewards=recorded_rewards)
+        again = _repeat(trainer, records, start, step, folder, recorded_rewards=recorded_rewards)
         compared = Compared()
         for number in range(start.step + 1, step + 1):
             compared += compare_step(records, again, number, evaluations=False, optional=recorded_rewards)
-        weights = {
-            number: compare_weights(records.checkpoints[number], folder / f"checkpoint-{number}") for number in saves
-        }
         rows = (None, None) if row is None else tuple(_row(r, start.sampled_at, row) for r in (records, again))
         seconds = time.perf_counter() - started
-        return Replay(records, step, row, start, seconds, compared, weights, rows)  # pyright: ignore[reportArgumentType]
+        return Replay(records, step, row, start, seconds, compared, rows)  # pyright: ignore[reportArgumentType]
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -199,20 +188,13 @@ def _row(records: RunRecords, step: int, row: int) -> dict[str, Any] | None:
     return found[0] if found else None
 
 
-def repeat(
-    trainer: Any,
-    records: RunRecords,
-    start: ReplayStart,
-    last_step: int,
-    folder: Path,
-    *,
-    saves: Sequence[int] = (),
-    recorded_rewards: bool = False,
+def _repeat(
+    trainer: Any, records: RunRecords, start: ReplayStart, last_step: int, folder: Path, *, recorded_rewards: bool
 ) -> RunRecords:
     """Trains from `start` to `last_step` in `folder`, and returns the records that this leaves.
 
-    `saves` are steps after which the weights are saved there. What differs from the run's configuration is added to the
-    notes of `start`. ReplayError for other data or other weights at the start.
+    What differs from the run's configuration is added to the notes of `start`. ReplayError for other data or other
+    weights at the start.
     """
     _check_data(records, trainer)
     start.notes += notes_on(records, trainer)
@@ -220,7 +202,7 @@ def repeat(
     if recorded_rewards:
         trainer.score_rollouts = _RecordedRewards(records, trainer.rewards.names)
     trainer._start_anew()  # with the settings that have changed
-    trainer.add_callback(_UntilStep(trainer, records, start, last_step, frozenset(saves)))
+    trainer.add_callback(_UntilStep(trainer, records, start, last_step))
     threads, before = records.config.get("threads"), torch.get_num_threads()
     try:
         if threads and trainer.args.device.type == "cpu":
@@ -274,8 +256,7 @@ def _send_to(trainer: Any, folder: Path) -> None:
     args.output_dir = str(folder)
     args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
     args.report_to, args.push_to_hub, args.log_completions, args.log_completions_hub_repo = [], False, False, None
-    args.load_best_model_at_end, args.save_total_limit, args.resume_from_checkpoint = False, None, None
-    args.save_only_model = True
+    args.load_best_model_at_end, args.resume_from_checkpoint = False, None
     trainer.hub_model_id = None
     trainer.remove_callback(trainer.progress)  # its lines are of a run's own steps
     trainer.remove_callback(StartLines)
@@ -285,11 +266,10 @@ def _send_to(trainer: Any, folder: Path) -> None:
 
 
 class _UntilStep(TrainerCallback):
-    """Ends a replay after its last step, without evaluations, and saves weights at the steps where the run did."""
+    """Ends a replay after its last step, without evaluations and checkpoints."""
 
-    def __init__(self, trainer: Any, records: RunRecords, start: ReplayStart, last_step: int, saves: frozenset[int]):
+    def __init__(self, trainer: Any, records: RunRecords, start: ReplayStart, last_step: int):
         self._trainer, self._records, self._start, self._last_step = trainer, records, start, last_step
-        self._saves = saves
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Checks that the replay starts from the run's weights; notes a different number of steps."""
@@ -307,10 +287,9 @@ class _UntilStep(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Requests a save where the run saved, and the end of training after the last step."""
+        """Requests the end of training after the last step."""
         logger.info("%s: step %d of %d repeated", self._records.name, state.global_step, self._last_step)
-        control.should_evaluate = False
-        control.should_save = state.global_step in self._saves
+        control.should_evaluate = control.should_save = False
         if state.global_step >= self._last_step:
             control.should_training_stop = True
 

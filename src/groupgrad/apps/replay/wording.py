@@ -23,10 +23,9 @@ def replay_report(result: Replay) -> str:
     if result.row is not None:
         lines += ["", *_row_lines(result)]
     lines += ["", "compared:", *_compared_lines(result.compared)]
-    lines += _weights_lines(result)
-    if not result.weights and not result.compared.digests:
-        lines.append("  weights: not compared, for the run has stored neither a digest nor a checkpoint of them")
-    lines += ["", *_outcome(result.compared, result.is_same, name, "the replay")]
+    if not result.compared.digests:
+        lines.append("  weights: not compared, for the run has stored no digest of them")
+    lines += ["", *_outcome(result.compared, name, "the replay")]
     return "\n".join(lines) + "\n"
 
 
@@ -71,7 +70,7 @@ def _compared_lines(compared: Compared) -> list[str]:
     return lines
 
 
-def _weights_lines(result: Replay | Bisection) -> list[str]:
+def _weights_lines(result: Bisection) -> list[str]:
     """A line for each checkpoint whose weights were compared."""
     lines = []
     for number, (total, found) in result.weights.items():
@@ -80,14 +79,11 @@ def _weights_lines(result: Replay | Bisection) -> list[str]:
     return lines
 
 
-def _outcome(compared: Compared, is_same: bool, first: str, second: str) -> list[str]:
-    count = compared.rows + compared.metrics + compared.digests
-    if is_same and not count:
+def _outcome(compared: Compared, first: str, second: str) -> list[str]:
+    if not compared.rows + compared.metrics + compared.digests:
         return ["Nothing could be compared: no rollouts, metrics or digests of these steps are stored."]
-    if is_same:
-        return ["0 bits differ."]
     if not compared.differences:
-        return ["Only weights of a checkpoint differ."]
+        return ["0 bits differ."]
     found = sorted(compared.differences, key=lambda item: item.step)
     first_step = [item for item in found if item.step == found[0].step]
     lines = [f"first difference: {first_step[0].text(first, second)}"]
@@ -116,8 +112,6 @@ def bisection_report(result: Bisection) -> str:
     if result.first_step is None:
         lines.append("No difference was found.")
     else:
-        lines += _outcome(result.compared, False, one, two) if result.compared.differences else []
+        lines += _outcome(result.compared, one, two) if result.compared.differences else []
         lines.append(result.conclusion)
-    if result.replays:
-        lines += ["", f"replays: {result.replays}", *(f"  {text}" for text in result.findings)]
     return "\n".join(lines) + "\n"
