@@ -22,7 +22,7 @@ _NAMES = {
     "completion_ids": "token id", "logprobs": "log-prob", "sampled": "who wrote the token", "reward": "weighted reward",
     "data": "data-set columns", "prompt_id": "prompt", "policy_version": "version of the weights",
 }  # fmt: skip
-_LISTS = ("completion_ids", "sampled", "logprobs", "entropy")
+_LISTS = ("completion_ids", "sampled", "logprobs", "entropy", "temperatures")
 
 
 @dataclass(frozen=True, slots=True)
