@@ -85,10 +85,10 @@ def make_demo_sweep(options: argparse.Namespace, folder: Path, seed: int, **cont
         "reward_funcs": REWARDS,
         "train_dataset": Dataset.from_list([problem.row() for problem in make_splits(0).grpo]),
     }
-    content |= {"vary": VARY, "cache_rewards": [function.__name__ for function in REWARDS]}
+    content |= {"vary": VARY}
     args = settings(options.steps, options.rows, seed)
     plan = read_plan(content, args)
-    sweeper = Sweeper(plan, folder, ScriptArms(arguments, {}, plan.cache_rewards))
+    sweeper = Sweeper(plan, folder, ScriptArms(arguments, {}))
     sweeper.prepare({**content, "base": {name: str(value) for name, value in args.items()}})
     return sweeper
 

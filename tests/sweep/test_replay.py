@@ -20,7 +20,6 @@ def times_of(folder: str) -> dict[str, int]:
 @pytest.mark.slow
 def test_an_arm_is_replayed_and_bisected(content: dict[str, Any], capsys: Any, monkeypatch: Any) -> None:
     content["base"] |= {"max_steps": 3, "env": {"SWEEP_JUDGE": "here", "SWEEP_API_KEY": "old"}}
-    content["cache_rewards"] = ["letters"]
     Path("sweep.yaml").write_text(yaml.safe_dump(content))
     assert main(["sweep", "sweep.yaml"]) == 0
     assert main(["sweep", "clone", "out", "1", "--set", "beta=0.1", "--from-weights"]) == 0

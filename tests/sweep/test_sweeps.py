@@ -18,7 +18,7 @@ from groupgrad.apps.cli.sweep import CommandLinePanel
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.sweep.arm_turns import FIRST_TURN
 from groupgrad.apps.sweep.report import arms_in_turn, steps_so_far
-from groupgrad.apps.sweep.sharing import RewardCache, SharedWeights
+from groupgrad.apps.sweep.sharing import SharedWeights
 from groupgrad.apps.sweep.store import ArmTurn, Store
 from groupgrad.stopping import Stopped
 
@@ -252,30 +252,3 @@ def test_frozen_weights_are_held_once(make_model):
     assert [name for name in places[0] if places[0][name] != places[1][name]] == ["lm_head.weight"]
     assert places[2]["model.embed_tokens.weight"] != places[0]["model.embed_tokens.weight"]
     assert not torch.equal(models[2].model.embed_tokens.weight, models[0].model.embed_tokens.weight)
-
-
-@pytest.mark.slow
-def test_cached_rewards_are_computed_once_for_all_arms(make_sweep, tools, tmp_path):
-    calls: list[int] = []
-
-    def counted(completion_ids: list[list[int]], prompts: list[str], **kwargs: Any) -> list[float]:
-        calls.append(len(completion_ids))
-        return tools.letters_reward(completion_ids)
-
-    given = {"reward_funcs": [counted], "args": {"max_steps": 2}}
-    make_sweep({"loss_type": ["grpo", "dapo"]}, folder="cached", cache_rewards=["counted"], **given).run()
-    cached, calls[:] = sum(calls), []
-    make_sweep({"loss_type": ["grpo", "dapo"]}, folder="plain", **given).run()
-    assert cached <= sum(calls) - 8  # the first step of both arms has the same completions
-    for arm in Store(tmp_path / "plain").arms():
-        assert tools.equal_files(tmp_path / "plain/arms" / arm.name, tmp_path / "cached/arms" / arm.name)
-
-
-def test_what_is_no_function_of_a_row_cannot_be_cached(make_sweep):
-    def stateful(completions: list[str], trainer_state: Any) -> list[float]:
-        return [0.0] * len(completions)
-
-    with pytest.raises(TypeError, match="takes trainer_state"):
-        RewardCache().cached(stateful, "stateful")
-    results = make_sweep(RATES, cache_rewards=["letter_reward"]).run()
-    assert "cache_rewards names 'letter_reward', which is no reward function" in results[0].reason

@@ -99,7 +99,7 @@ def _run(path: Path, devices: str | None, *, dry_run: bool) -> int:
         from groupgrad.apps.sweep.device_workers import find_devices
         from groupgrad.apps.sweep.sweeper import Sweeper
 
-    factory = CommandLineArms(plan.cache_rewards, environment)
+    factory = CommandLineArms(environment)
     if dry_run:
         names = [device.name for device in find_devices(plan.devices, on_cpu=bool(base.get("use_cpu")))]
         return _describe(plan, factory.check, names)

@@ -13,7 +13,6 @@ from groupgrad.apps.cli import train
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.apps.cli.dataset import load_splits
 from groupgrad.apps.cli.parsing import command_of, parse_settings
-from groupgrad.apps.sweep.sharing import RewardCache, cached_functions
 
 SETTINGS_FILE = "run.yaml"
 """File in the folder of an arm with which `groupgrad train --config` makes the same run alone."""
@@ -32,8 +31,7 @@ _REWARD_FIELDS = ("reward_funcs", "reward_model_name_or_path", "eval_reward_func
 class CommandLineArms:
     """Checks and builds arms. Data sets are loaded once for all arms that use the same ones."""
 
-    def __init__(self, cache_rewards: tuple[str, ...] = (), environment: Mapping[str, str] | None = None):
-        self.cache, self._cached = RewardCache(), cache_rewards
+    def __init__(self, environment: Mapping[str, str] | None = None):
         self._environment = dict(environment or {})
         """The variables that the sweep's file exports."""
         self._splits: dict[Any, tuple[Any, Any]] = {}
@@ -56,7 +54,7 @@ class CommandLineArms:
         settings = {**settings, "output_dir": str(folder)}
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         (folder / SETTINGS_FILE).write_text(text, encoding="utf-8")
-        trainer = train.build(parse_settings(settings), rewards_of=self._rewards_of, splits_of=self._splits_of)
+        trainer = train.build(parse_settings(settings), splits_of=self._splits_of)
         content = {**settings, "env": self._environment} if self._environment else settings
         trainer.recorder.command = command_of(["--config", str(folder / SETTINGS_FILE)], content)
         return trainer
@@ -65,10 +63,6 @@ class CommandLineArms:
         """The settings with another model; an adapter in the folder is trained further, as it is."""
         kept = {name: value for name, value in settings.items() if name not in _REPLACED}
         return {**kept, "model_name_or_path": str(weights)}
-
-    def _rewards_of(self, script: TaskArguments) -> list[Any]:
-        rewards = train.load_rewards(script)
-        return cached_functions(rewards, self._cached, self.cache) if self._cached else rewards
 
     def _splits_of(self, script: TaskArguments, evaluates: bool) -> tuple[Any, Any]:
         fields = {name: value for name, value in dataclasses.asdict(script).items() if name not in _REWARD_FIELDS}

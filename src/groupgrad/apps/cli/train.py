@@ -89,16 +89,15 @@ def main(argv: Sequence[str]) -> int:
 def build(
     parsed: Parsed,
     *,
-    rewards_of: Callable[[TaskArguments], list[Any]] | None = None,
     splits_of: Callable[[TaskArguments, bool], tuple[Any, Any]] | None = None,
 ) -> Any:
     """Builds the trainer for a command line. Quick checks come first, then the data, and the model last.
 
-    `rewards_of` and `splits_of` load rewards and data in the place of `load_rewards` and `load_splits`.
+    `splits_of` loads the data in the place of `load_splits`.
     """
     from groupgrad.trainer import GRPOTrainer
 
-    rewards = (rewards_of or load_rewards)(parsed.script)
+    rewards = load_rewards(parsed.script)
     eval_rewards = load_eval_rewards(parsed.script, parsed.config.evaluates)
     model = take_model_options(parsed.model, parsed.config)
     check_model_name("model_name_or_path", model)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from groupgrad.apps.sweep.sharing import RewardCache, cached_functions
 from groupgrad.config import GRPOConfig
 from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import GRPOTrainer
@@ -39,14 +38,8 @@ class ScriptArms:
     settings then hold the name. The key `peft_config.r` changes a field of the adapter's configuration.
     """
 
-    def __init__(
-        self,
-        arguments: Mapping[str, Any],
-        labelled: Mapping[str, Mapping[str, Any]],
-        cache_rewards: tuple[str, ...] = (),
-    ):
+    def __init__(self, arguments: Mapping[str, Any], labelled: Mapping[str, Mapping[str, Any]]):
         self._arguments, self._labelled = dict(arguments), dict(labelled)
-        self.cache, self._cached = RewardCache(), cache_rewards
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """ValueError for unknown fields, and for those that break a rule of the configuration."""
@@ -72,8 +65,6 @@ class ScriptArms:
             else:
                 arguments[name] = self._labelled.get(name, {}).get(value, value)
         arguments["model"] = copy.deepcopy(arguments.get("model"))  # each arm trains a model object of its own
-        if self._cached:
-            arguments["reward_funcs"] = cached_functions(arguments["reward_funcs"], self._cached, self.cache)
         return GRPOTrainer(**arguments, args=GRPOConfig(**{**fields, "output_dir": str(folder)}))
 
     def with_weights(self, settings: Mapping[str, Any], weights: Path) -> dict[str, Any]:

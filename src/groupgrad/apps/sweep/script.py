@@ -45,7 +45,6 @@ class Sweep:
         halving: True or a mapping for successive halving; None trains all arms to their end.
         metric: what arms are compared by, "reward" or the name of a reward function.
         turn_steps: steps of an arm's turn; None chooses them by the cost of switching.
-        cache_rewards: names of reward functions whose values depend on their row alone.
         devices: "all", a number, or a list of GPUs: a worker process for each trains arms, to which the arguments are
             sent; on a CPU a number of processes. None trains all arms in this process.
         trainer_arguments: the other arguments of `GRPOTrainer`.
@@ -65,7 +64,6 @@ class Sweep:
         halving: Any = None,
         metric: str = "reward",
         turn_steps: int | None = None,
-        cache_rewards: Sequence[str] = (),
         devices: str | int | Sequence[int] | None = None,
         **trainer_arguments: Any,
     ):
@@ -82,11 +80,10 @@ class Sweep:
             "halving": halving,
             "metric": metric,
             "turn_steps": turn_steps,
-            "cache_rewards": list(cache_rewards),
             "devices": devices,
         }
         plan = read_plan(content, args or {})
-        factory = ScriptArms(trainer_arguments, labelled, plan.cache_rewards)
+        factory = ScriptArms(trainer_arguments, labelled)
         if devices is not None:
             cloudpickle.dumps(factory)  # what cannot be sent to a worker fails before the sweep has a folder
         self._sweeper = Sweeper(plan, output_dir, factory)

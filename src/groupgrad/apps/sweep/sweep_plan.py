@@ -122,7 +122,7 @@ def _evenly_spaced(field: str, low: float, high: float, num: Any, is_log: bool, 
     return tuple(dict.fromkeys(round(value) if is_whole else rounded(value) for value in values))
 
 
-KEYS = ("base", "output_dir", "vary", "arms", "sample", "halving", "metric", "turn_steps", "cache_rewards", "devices")
+KEYS = ("base", "output_dir", "vary", "arms", "sample", "halving", "metric", "turn_steps", "devices")
 SAMPLES = ("grid", "random", "optuna")
 MAX_ARMS = 1000
 
@@ -176,8 +176,6 @@ class SweepPlan:
     """The number by which arms are compared: the weighted reward, or the name of one reward."""
     turn_steps: int | None = None
     """Steps of an arm's turn; None for as many as keep the cost of switching under 5 %."""
-    cache_rewards: tuple[str, ...] = ()
-    """Reward functions whose values depend on their row alone, and are kept for all arms."""
     devices: Any = None
     """The devices that arms are spread over, see `find_devices`; None to train all arms in this process."""
 
@@ -259,7 +257,6 @@ def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
         halving=_read_halving(content.get("halving")),
         metric=str(content.get("metric") or "reward"),
         turn_steps=turn_steps,
-        cache_rewards=tuple(content.get("cache_rewards") or ()),
         devices=content.get("devices"),
     )
     changed = {key.split(".")[0] for arm in plan.arms for key in arm} | {key.split(".")[0] for key in plan.vary}
