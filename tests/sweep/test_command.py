@@ -117,7 +117,7 @@ def test_a_command_that_cannot_be_taken_is_not_queued(content, capsys):
             assert (refusal or "") in shown.err and ("queued; the sweep takes it" in shown.out) == (refusal is None)
     assert [(command.kind, command.arm) for command in store.queued()] == [("resume", 2), ("delete", 1), ("stop", 1)]
     assert [arm.state for arm in store.arms()] == ["waiting", "dropped", "done"], "they are taken between steps"
-    refused = apply_commands(store, lambda: (None, None), lambda arm: None)  # pyright: ignore[reportArgumentType]
+    refused = apply_commands(store, lambda: (None, None))  # pyright: ignore[reportArgumentType]
     assert not refused and [arm.state for arm in store.arms()] == ["waiting", "done"]
 
 

@@ -69,11 +69,3 @@ def test_adapters_with_dropout_equal_runs_alone(make_sweep, train_alone, tools, 
         train_alone(result.name, given, learning_rate=result.changes["learning_rate"])
         folder = tmp_path / "sweep/arms" / result.name
         tools.assert_same(folder, tmp_path / result.name, "adapter_model.safetensors")
-
-
-@pytest.mark.slow
-def test_trainers_that_do_not_fit_are_made_anew(make_sweep, train_alone, tools, tmp_path, monkeypatch):
-    monkeypatch.setattr("groupgrad.apps.sweep.arm_turns.MEMORY_SHARE", 0.0)
-    for result in make_sweep({"learning_rate": [1e-2, 3e-2]}, turn_steps=2).run():
-        train_alone(result.name, **result.changes)
-        assert tools.equal_files(tmp_path / "sweep/arms" / result.name, tmp_path / result.name)

@@ -18,7 +18,6 @@ from groupgrad.apps.cli.sweep import CommandLinePanel
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.sweep.arm_turns import FIRST_TURN
 from groupgrad.apps.sweep.report import arms_in_turn, steps_so_far
-from groupgrad.apps.sweep.sharing import SharedWeights
 from groupgrad.apps.sweep.store import ArmTurn, Store
 from groupgrad.stopping import Stopped
 
@@ -220,35 +219,3 @@ def test_an_arm_may_have_a_loss_of_ones_own(make_sweep, tmp_path, monkeypatch):
     own = [{"loss_type": "losses_of_a_sweep.scaled", "loss_settings": {"factor": factor}} for factor in (1.0, 2.0)]
     results = make_sweep(arms=[{"loss_type": "dapo"}, *own], args={"max_steps": 2}).run()
     assert [result.state for result in results] == ["done"] * 3, [result.reason for result in results]
-
-
-@pytest.mark.parametrize("given", ["name", "object"])
-def test_arms_share_the_base_of_their_adapters(make_sweep, train_alone, arguments, tools, tmp_path, given):
-    from peft import LoraConfig
-
-    if given == "name":
-        for part in ("model", "processing_class"):
-            arguments[part].save_pretrained(tmp_path / "base")
-        arguments |= {"model": str(tmp_path / "base")}
-    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    sweep = make_sweep(RATES, args={"max_steps": 2}, turn_steps=1, peft_config=adapter)
-    models = [sweep._sweeper.turns.run_of(arm).trainer.model for arm in sweep._sweeper.store.arms()]
-    first, second = ({n: (p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()} for model in models)
-    assert all((first[name] == second[name]) != trains for name, (_, trains) in first.items())
-    for result in sweep.run() if given == "name" else ():
-        train_alone(result.name, {"peft_config": adapter}, max_steps=2, **result.changes)
-        tools.assert_same(tmp_path / "sweep/arms" / result.name, tmp_path / result.name, "adapter_model.safetensors")
-
-
-def test_frozen_weights_are_held_once(make_model):
-    models = [make_model(0), make_model(0), make_model(1)]
-    for model in models:
-        model.requires_grad_(False)
-        model.lm_head.weight.requires_grad_(True)
-    shared = SharedWeights()
-    for model in models:
-        shared.share(model)
-    places = [{name: p.data_ptr() for name, p in model.named_parameters()} for model in models]
-    assert [name for name in places[0] if places[0][name] != places[1][name]] == ["lm_head.weight"]
-    assert places[2]["model.embed_tokens.weight"] != places[0]["model.embed_tokens.weight"]
-    assert not torch.equal(models[2].model.embed_tokens.weight, models[0].model.embed_tokens.weight)

@@ -253,7 +253,7 @@ def _take_at_once(store: Store, command_id: int) -> bool:
 
     try:
         with locked(store.folder), in_folder(store.fact("started_in")):
-            refused = apply_commands(store, sweep, drop=lambda arm: None)
+            refused = apply_commands(store, sweep)
     except OutputDirInUse:
         return False
     for command, refusal in refused.items():

@@ -1,27 +1,30 @@
-"""Trains arms of a sweep for a turn each, in trainers that stay in this process while its memory suffices."""
+"""Trains arms of a sweep for a turn each."""
 
 from __future__ import annotations
 
 import gc
 import math
+import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from groupgrad.apps.sweep import compare
-from groupgrad.apps.sweep.arm_run import ArmRun
 from groupgrad.apps.sweep.factory import ArmFactory
-from groupgrad.apps.sweep.sharing import SharedWeights
-from groupgrad.apps.sweep.store import DONE, FAILED, WAITING, Arm, Store
+from groupgrad.apps.sweep.store import DONE, FAILED, WAITING, Arm, ArmTurn, PromptRewards, Store
 from groupgrad.apps.sweep.sweep_plan import SweepPlan, arm_settings
+from groupgrad.checkpoints.saving import step_of
 from groupgrad.errors import CheckpointNotSaved
-from groupgrad.stopping import Stopped
+from groupgrad.garbage import existing_objects_skipped
+from groupgrad.rollout.collector import Experience
+from groupgrad.stopping import Paused, Stopped
 
 FIRST_TURN = 5
 """Steps of a turn before its cost is known."""
@@ -31,10 +34,6 @@ LONGEST_TURN = 5
 """Length of the turns of an arm that is alone, in multiples of those of others; a killed sweep loses its last turn."""
 COMMAND_CHECK_S = 1.0
 """Time between two looks for commands, which end a turn after its present step."""
-MEMORY_SHARE = 0.5
-"""Share of the free memory that trainers may keep between turns."""
-GPU_MEMORY_SHARE = 0.25
-"""The same of a GPU's memory, whose greater part a turn needs for activations and caches."""
 ERROR_FILE = "error.txt"
 
 
@@ -57,10 +56,6 @@ class ArmTurns:
 
     def __init__(self, plan: SweepPlan, store: Store, factory: ArmFactory, num_workers: int = 0):
         self.plan, self.store, self.factory, self.num_workers = plan, store, factory, num_workers
-        self._runs: dict[int, ArmRun] = {}
-        """Kept runs by the id of their arm, the most recently used last."""
-        self._weights = SharedWeights()
-        self._free_at_start = psutil.virtual_memory().available / max(1, num_workers)
 
     def take(self, arm: Arm) -> Stopped | None:
         """Trains an arm for one turn and records its progress; a failure is recorded and ends this arm only.
@@ -71,32 +66,19 @@ class ArmTurns:
             run = self.run_of(arm)
             turn, max_steps, rewards = run.turn(arm.step, self._end_of_turn(arm))
         except (Exception, CheckpointNotSaved) as error:
-            self._runs.pop(arm.id, None)
             fail(self.store, arm, error)
             return None
         if run.stopped is None or (turn.last_step > arm.step and max_steps):  # else the arm has not gone on
             state = DONE if turn.last_step >= max_steps else WAITING
             self.store.end_turn(arm.id, turn, max_steps, rewards, state)
             run.remove_checkpoints(turn.last_step)
-            if state == DONE:
-                self.drop(arm.id)
-        if run.stopped is not None:
-            self.drop(arm.id)  # which goes on from the checkpoint
-        self._keep_within_memory()
         return run.stopped
 
-    def drop(self, arm: int) -> None:
-        """Drops an arm's trainer, if there is one."""
-        if self._runs.pop(arm, None) is not None:
-            gc.collect()
-
     def run_of(self, arm: Arm) -> ArmRun:
-        """The run of an arm, whose trainer is made unless it was kept."""
-        if arm.id in self._runs:
-            self._runs[arm.id] = self._runs.pop(arm.id)
-            return self._runs[arm.id]
-        folder = self.store.folder_of(arm)
-        trainer = self.trainer_of(arm, folder)
+        """The run of an arm, with a new trainer. ValueError for settings with which there are no turns."""
+        gc.collect()  # trainers are in cycles, and this one needs the memory of the last one
+        run = ArmRun(lambda folder: self.trainer_of(arm, folder), self.store.folder_of(arm))
+        trainer = run.trainer
         if trainer.args.save_only_model:
             raise ValueError("save_only_model=True leaves nothing to resume a turn from; set it to False")
         if self.plan.metric not in (compare.COMBINED, *trainer.rewards.names):
@@ -104,9 +86,7 @@ class ArmTurns:
                 f"metric={self.plan.metric!r} is no reward of this arm; set it to {compare.COMBINED}, or to one of "
                 f"{', '.join(trainer.rewards.names)}"
             )
-        self._weights.share(trainer.model)
         trainer.progress.name = arm.name
-        run = self._runs[arm.id] = ArmRun(trainer, folder)
         return run
 
     def trainer_of(self, arm: Arm, folder: Path) -> Any:
@@ -164,19 +144,92 @@ class ArmTurns:
         wanted_s = switch_s * (1 - SWITCH_SHARE) / SWITCH_SHARE * (LONGEST_TURN if is_alone else 1)
         return max(FIRST_TURN, math.ceil(wanted_s / max(step_s, 1e-6)))
 
-    # ------------------------------------------------------------------------------------------------------- memory
 
-    def _keep_within_memory(self) -> None:
-        """Drops the least recently used trainers until the others fit into memory; their checkpoints are on disk."""
-        while len(self._runs) > 1 and not self._fit_in_memory(list(self._runs.values())):
-            self.drop(next(iter(self._runs)))
+class ArmRun(TrainerCallback):
+    """An arm in its turn, which resumes the run from its checkpoint and ends with the next one.
 
-    def _fit_in_memory(self, runs: Sequence[ArmRun]) -> bool:
-        """True if these trainers may stay: on a CPU by the sizes of what they train, on a GPU by all memory in use."""
-        device = runs[-1].trainer.args.device
-        if device.type == "cpu":
-            return sum(run.trained_bytes for run in runs) <= MEMORY_SHARE * self._free_at_start
-        if device.type == "cuda":
-            available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-            return torch.cuda.memory_allocated(device) <= GPU_MEMORY_SHARE * available
-        return False  # the memory in use is not known
+    A turn is therefore nothing but a run that is interrupted and resumed, which leaves its numbers as they are.
+    """
+
+    def __init__(self, make_trainer: Callable[[Path], Any], folder: Path):
+        self._began = time.perf_counter()
+        self.trainer, self.folder = make_trainer(folder), folder
+        trainer = self.trainer
+        self.stopped: Stopped | None = None
+        """The signal that has ended the turn before its time."""
+        self._first_began: float | None = None
+        self._last_ended = 0.0
+        """Times of the turn's first and last step."""
+        self._rewards: dict[int, PromptRewards] = {}
+        trainer.args.save_total_limit = None  # the checkpoint of the last turn stays until the next turn has ended
+        trainer.add_callback(self)
+        trainer.on_experience = self._note_rewards
+
+    def turn(self, step: int, until: Callable[[int], int]) -> tuple[ArmTurn, int, dict[int, PromptRewards]]:
+        """Trains from `step` to the step that `until` gives for the run's length; the turn, the run's length, and the
+        rewards of the turn's steps. The model is saved after the last step of all."""
+        trainer = self.trainer
+        trainer.stops.pause_at = until
+        resume_from = str(self.folder / f"checkpoint-{step}") if step else None
+        with existing_objects_skipped():  # each training begins with a garbage collection
+            try:
+                trainer.train(resume_from_checkpoint=resume_from)
+                last_step = trainer.state.global_step
+                trainer.save_model(str(self.folder))
+            except Paused as pause:
+                last_step = pause.step
+            except Stopped as stop:
+                self.stopped, last_step = stop, max(step, trainer.state.global_step)
+                if not (self.folder / f"checkpoint-{last_step}").is_dir():
+                    last_step = step  # nothing later could be saved
+        train_s = 0.0 if self._first_began is None else self._last_ended - self._first_began
+        switch_s = max(0.0, time.perf_counter() - self._began - train_s)
+        rewards = {step: found for step, found in self._rewards.items() if step <= last_step}
+        return ArmTurn(step, last_step, train_s, switch_s), trainer.state.max_steps, rewards
+
+    def remove_checkpoints(self, before: int) -> None:
+        """Removes the checkpoints of steps before the last turn's end that the arm's own settings do not ask for."""
+        args, state = self.trainer.args, self.trainer.state
+        if args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
+            return  # whether the settings have asked for a checkpoint cannot be told from its step
+        every = state.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
+        for folder in self.folder.glob("checkpoint-*"):
+            step = step_of(folder)
+            if -1 < step < before and not (every and step % every == 0):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Notes the first step's time."""
+        if self._first_began is None:
+            self._first_began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Notes the time of the last step so far."""
+        self._last_ended = time.perf_counter()
+
+    def _note_rewards(self, experience: Experience) -> None:
+        """Keeps the mean reward of each group of a generation batch."""
+        table, step = experience.table, self.trainer.state.global_step + 1
+        if not experience.rollouts:
+            return
+        groups: dict[int, list[int]] = {}
+        for place, rollout in enumerate(experience.rollouts):
+            groups.setdefault(rollout.prompt.group, []).append(place)
+        columns = {compare.COMBINED: experience.combined_rewards}
+        columns |= {name: table.rewards[:, index].tolist() for index, name in enumerate(table.names)}
+        before = self._rewards.get(step, PromptRewards((), {}))
+        prompts = tuple(_digest(experience.rollouts[places[0]].prompt.identity) for places in groups.values())
+        means = {
+            name: before.means.get(name, ()) + tuple(_mean([column[i] for i in places]) for places in groups.values())
+            for name, column in columns.items()
+        }
+        self._rewards[step] = PromptRewards(before.prompts + prompts, means)
+
+
+def _mean(values: list[float]) -> float:
+    scored = [value for value in values if not math.isnan(value)]
+    return sum(scored) / len(scored) if scored else math.nan
+
+
+def _digest(identity: Any) -> str:
+    return blake2b(repr(identity).encode(), digest_size=8).hexdigest()

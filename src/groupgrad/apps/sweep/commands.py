@@ -40,7 +40,6 @@ def check_state(kind: str, arm: Arm) -> None:
 def apply_commands(
     store: Store,
     sweep: Callable[[], tuple[SweepPlan, ArmFactory]],
-    drop: Callable[[int], None],
     busy: Collection[int] = (),
 ) -> dict[int, str]:
     """Applies the queued commands, except those for arms that are `busy` in a turn.
@@ -48,7 +47,6 @@ def apply_commands(
     Args:
         store: the sweep's store, whose folder is locked by this process.
         sweep: returns the plan and the factory, by which the settings of a clone are checked.
-        drop: gives up the trainer of the arm with a number, if there is one.
         busy: numbers of arms.
 
     Returns:
@@ -65,8 +63,6 @@ def apply_commands(
             if command.kind == "clone":
                 _clone(store, command, arm, *sweep())
                 continue
-            if command.kind != "resume":
-                drop(arm.id)
             if command.kind == "delete":
                 shutil.rmtree(store.folder_of(arm), ignore_errors=True)
             store.take(command, state=_STATES_AFTER[command.kind])

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,20 +108,16 @@ class TurnsOfWorker:
         self._folder, self._content, self._num_workers = folder, content, num_workers
         self._turns: ArmTurns | None = None
 
-    def __call__(self, log: Path, action: str, arm: Arm | int | None) -> None:
-        """`begin` and `end`; `take` trains an arm for a turn; `drop` gives up the trainer of the arm with a number."""
+    def __call__(self, log: Path, arm: Arm | None) -> None:
+        """Trains an arm for a turn; without one it loads what the sweep trains."""
         if self._turns is None:
             _write_output_to(log)
             from groupgrad.apps.sweep.arm_turns import ArmTurns
 
             plan, factory = pickle.loads(self._content)
             self._turns = ArmTurns(plan, Store(self._folder), factory, self._num_workers)
-        if isinstance(arm, Arm):
+        if arm is not None:
             self._turns.take(arm)  # a signal to this process alone ends a turn, and the arm goes on with its next one
-        elif arm is not None:
-            self._turns.drop(arm)
-        if action == "end":
-            atexit._run_exitfuncs()  # which the end of a worker process leaves out
 
 
 def _write_output_to(path: Path) -> None:
@@ -139,15 +135,13 @@ class _Worker:
     device: Device
     process: WorkerProcess
     log: Path
-    held: set[int] = field(default_factory=set)
-    """Arms whose trainers it may keep."""
     arm: Arm | None = None
     """The arm of the turn in progress."""
     reply: futures.Future[Outcome] | None = None
 
-    def call(self, action: str, arm: Arm | int | None = None) -> futures.Future[Outcome]:
-        """Queues an action of `TurnsOfWorker` behind all earlier ones."""
-        return self.process.call(0, (self.log, action, arm))
+    def call(self, arm: Arm | None) -> futures.Future[Outcome]:
+        """Calls `TurnsOfWorker`."""
+        return self.process.call(0, (self.log, arm))
 
 
 class DeviceWorkers:
@@ -156,7 +150,7 @@ class DeviceWorkers:
     def __init__(self, plan: SweepPlan, folder: Path, factory: ArmFactory, devices: Sequence[Device]):
         folder = folder.resolve()
         turns = TurnsOfWorker(folder, cloudpickle.dumps((plan, factory)), len(devices))
-        functions = [cloudpickle.dumps(turns)]
+        functions = [cloudpickle.dumps(turns), cloudpickle.dumps(atexit._run_exitfuncs)]
         self._workers: list[_Worker] = []
         for number, device in enumerate(devices, start=1):
             process = WorkerProcess(functions, name=f"groupgrad-sweep-{number}", environment=device.environment)
@@ -165,7 +159,7 @@ class DeviceWorkers:
     def __enter__(self) -> DeviceWorkers:
         """Starts the processes. Raises what keeps one from loading what the sweep trains."""
         try:
-            for reply in [worker.call("begin") for worker in self._workers]:
+            for reply in [worker.call(None) for worker in self._workers]:
                 if (error := reply.result().error) is not None:
                     raise error
         except BaseException:
@@ -177,7 +171,8 @@ class DeviceWorkers:
         """Ends the processes, in order unless an error or a second Ctrl-C has ended the sweep."""
         if kind is None or issubclass(kind, Stopped):
             running = [worker for worker in self._workers if worker.process.pid is not None]
-            futures.wait([worker.call("end") for worker in running], END_S)
+            # What libraries do at the end of a process, which that of a worker leaves out.
+            futures.wait([worker.process.call(1, ()) for worker in running], END_S)
         for worker in self._workers:
             worker.process.kill()
 
@@ -187,36 +182,12 @@ class DeviceWorkers:
         return {worker.arm.id for worker in self._workers if worker.arm is not None}
 
     def hand_out(self, ready: Sequence[Arm]) -> list[tuple[Arm, Device]]:
-        """Gives each idle worker a turn of one of these arms, while there are some; the turns that were given.
-
-        A worker takes the first arm whose trainer it holds or no one does; only if there is none, one whose trainer
-        another worker holds, which goes on from its checkpoint.
-        """
+        """Gives each idle worker a turn of one of these arms, while there are some; the turns that were given."""
         left, given = [arm for arm in ready if arm.id not in self.busy], []
-        for takes_any in (False, True):
-            for worker in [worker for worker in self._workers if worker.arm is None]:
-                arm = next((arm for arm in left if takes_any or self._holder(arm.id) in (None, worker)), None)
-                if arm is not None:
-                    left.remove(arm)
-                    self._begin_turn(worker, arm)
-                    given.append((arm, worker.device))
+        for worker, arm in zip([worker for worker in self._workers if worker.arm is None], left):
+            worker.arm, worker.reply = arm, worker.call(arm)
+            given.append((arm, worker.device))
         return given
-
-    def _begin_turn(self, worker: _Worker, arm: Arm) -> None:
-        if self._holder(arm.id) is not worker:
-            self.drop(arm.id)
-        worker.held.add(arm.id)
-        worker.arm, worker.reply = arm, worker.call("take", arm)
-
-    def _holder(self, arm: int) -> _Worker | None:
-        return next((worker for worker in self._workers if arm in worker.held), None)
-
-    def drop(self, arm: int) -> None:
-        """Asks the worker that holds the trainer of an arm to drop it after the present turn."""
-        worker = self._holder(arm)
-        if worker is not None:
-            worker.held.remove(arm)
-            worker.call("drop", arm)
 
     def wait(self, seconds: float) -> list[tuple[Arm, BaseException | None]]:
         """The turns that have ended, with the error of each that its arm is not to blame for: at once if there are
@@ -226,11 +197,8 @@ class DeviceWorkers:
         for worker in self._workers:
             if worker.arm is None or worker.reply is None or worker.reply not in done:
                 continue
-            error = worker.reply.result().error
-            ended.append((worker.arm, error))
+            ended.append((worker.arm, worker.reply.result().error))
             worker.arm = worker.reply = None
-            if isinstance(error, LOST):
-                worker.held.clear()
         return ended
 
     def stop_turns(self) -> None:

@@ -36,7 +36,6 @@ class Sweeper:
         self.devices = find_devices(plan.devices, on_cpu=bool(plan.base.get("use_cpu")))
         self.store = Store(folder, create=True)
         self.turns = ArmTurns(plan, self.store, factory)
-        self._workers: DeviceWorkers | None = None
         self._losses: Counter[tuple[int, int]] = Counter()
         """Worker processes that were lost in a turn, by the arm's number and step."""
 
@@ -102,26 +101,22 @@ class Sweeper:
             stopping.received_signals(),
             DeviceWorkers(self.plan, self.store.folder, self.factory, self.devices) as workers,
         ):
-            self._workers = workers
-            try:
-                while True:
-                    self._settle(workers.busy)
-                    signal = stopping.requested()
-                    if signal is None:
-                        for arm, device in workers.hand_out(ready_arms(self.plan, self.store)):
-                            self._announce(arm, device)
-                        if not workers.busy and not self._ask():
-                            return
-                    elif workers.busy:
-                        workers.stop_turns()
-                    else:
-                        message = f"{signal} stopped the sweep; started again, it goes on from the arms' checkpoints"
-                        logger.warning("%s", message)
-                        raise stopping.Stopped(signal, message)
-                    for arm, error in workers.wait(COMMAND_CHECK_S):
-                        self._end_turn(arm, error)
-            finally:
-                self._workers = None
+            while True:
+                self._settle(workers.busy)
+                signal = stopping.requested()
+                if signal is None:
+                    for arm, device in workers.hand_out(ready_arms(self.plan, self.store)):
+                        self._announce(arm, device)
+                    if not workers.busy and not self._ask():
+                        return
+                elif workers.busy:
+                    workers.stop_turns()
+                else:
+                    message = f"{signal} stopped the sweep; started again, it goes on from the arms' checkpoints"
+                    logger.warning("%s", message)
+                    raise stopping.Stopped(signal, message)
+                for arm, error in workers.wait(COMMAND_CHECK_S):
+                    self._end_turn(arm, error)
 
     def _end_turn(self, arm: Arm, error: BaseException | None) -> None:
         """Takes notice of the end of a worker's turn. A lost process costs the turn, too many of them the arm."""
@@ -157,10 +152,6 @@ class Sweeper:
     def _announce(self, arm: Arm, device: Device | None = None) -> None:
         verb, where = "goes on from" if arm.step else "begins at", "" if device is None else f" on {device.name}"
         logger.info("arm %s %s step %d of %s%s", arm.name, verb, arm.step, arm.max_steps or "its run", where)
-
-    def _drop(self, arm: int) -> None:
-        """Gives up the trainer of an arm, in whatever process it is."""
-        (self._workers or self.turns).drop(arm)
 
     def _report(self, arm: Arm) -> None:
         """Reports the failure of an arm that has failed in its turn."""
@@ -210,8 +201,6 @@ class Sweeper:
         for row in rows:
             where = rung + 1, row.after + 1, row.step, names[row.arm]
             logger.info("rung %d (steps %d-%d), arm %s: %s", *where, row.text)
-        for arm in dropped:
-            self._drop(arm)
 
     def _ask(self) -> bool:
         """Adds the next trials of Optuna; False if the sweep has had all of its arms."""
@@ -227,8 +216,8 @@ class Sweeper:
     # ---------------------------------------------------------------------------------------------------- commands
 
     def apply_commands(self, busy: Collection[int] = ()) -> dict[int, str]:
-        """`commands.apply_commands` with the trainers of this sweep."""
-        return apply_commands(self.store, lambda: (self.plan, self.factory), self._drop, busy)
+        """`commands.apply_commands` for this sweep."""
+        return apply_commands(self.store, lambda: (self.plan, self.factory), busy)
 
 
 def ask_trials(plan: SweepPlan, store: Store) -> list[dict[str, Any]]:
