@@ -41,8 +41,6 @@ def main(argv: Sequence[str]) -> int:
             )
         if sizes.colocate is not None:
             check_tensor_parallel(shape.text, sizes.colocate.tensor_parallel_size, ranks=sizes.devices)
-        size = options.vllm_tensor_parallel_size
-        server = _server(shape, sizes, options.device, size) if options.vllm_server else None
         found = choices(shape, sizes, options.device)
     except (ValueError, ImportError) as error:
         return refuse("plan", error)
@@ -58,8 +56,6 @@ def main(argv: Sequence[str]) -> int:
         )
     best = recommended(found)
     print(_advice(shape, sizes, options.device, best, obstacle))
-    if server is not None:
-        print(server)
     return 0 if best else 1
 
 
@@ -154,24 +150,6 @@ def _vllm_beside(shape: Any, best: Any, device: int) -> str:
     return f"vLLM does not {problem} on the same device; use the native engine, or vllm_mode='server' on another one."
 
 
-def _server(shape: Any, sizes: Any, device: int, tensor_parallel_size: int | None) -> str:
-    """Says what each device of a vLLM server needs, and whether a training device has as much."""
-    from groupgrad.apps.plan.fitting import USABLE, server_need
-
-    need = server_need(shape, sizes, device, tensor_parallel_size)
-    size, usable = need.tensor_parallel_size, device * USABLE
-    text = (
-        f"A vLLM server (--tensor-parallel-size {size}) needs {_exact(need.total)} on each of its devices: weights "
-        f"{_exact(need.weights)}, workspace {_exact(need.workspace)}, and {_exact(need.keys_values)} for keys and "
-        f"values of the {need.rows} rows of a generation batch."
-    )
-    if need.total <= usable:
-        return text
-    if need.least <= usable:
-        return f"{text} A device of {_gib(device)} has room for {_exact(int(usable))}, so vLLM samples them in turns."
-    return f"{text} A device of {_gib(device)} is too small: with one row it needs {_exact(need.least)}."
-
-
 def _vllm_settings(sizes: Any, share: Any) -> str:
     text = f"vllm_gpu_memory_utilization={share.utilization:g}"
     asked = sizes.colocate.utilization if sizes.colocate else None
@@ -184,7 +162,3 @@ def _vllm_settings(sizes: Any, share: Any) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def _exact(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -149,7 +149,7 @@ def _add_vllm(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument(
         "--vllm-tensor-parallel-size",
         type=positive_count,
-        help="devices that share the weights of a vLLM (default: 1; of a server the fewest with which it fits)",
+        help="training devices that share the weights of a vLLM (default: 1)",
     )
 
 
@@ -253,10 +253,10 @@ def _check_together(flags: argparse.ArgumentParser, options: argparse.Namespace,
     """Exits with status 2 for options that exclude each other. Sets the device to this machine with `--cpu`."""
     if options.vllm_server and options.vllm_colocate:
         flags.error("--vllm-server and --vllm-colocate exclude each other; give one of them")
-    if options.vllm_tensor_parallel_size is not None and not (options.vllm_server or options.vllm_colocate):
+    if options.vllm_tensor_parallel_size is not None and not options.vllm_colocate:
         flags.error(
-            f"--vllm-tensor-parallel-size {options.vllm_tensor_parallel_size} is of a vLLM, and none samples; add "
-            "--vllm-colocate or --vllm-server, or leave it out"
+            f"--vllm-tensor-parallel-size {options.vllm_tensor_parallel_size} is of a vLLM on the training devices, and "
+            "none samples there; add --vllm-colocate, or leave it out"
         )
     if sharding is not None and options.context_parallel_size > 1:
         flags.error(

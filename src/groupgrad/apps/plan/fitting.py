@@ -9,7 +9,7 @@ from typing import Any
 from groupgrad.apps.plan.memory import Adapter, Colocate, Memory, RunSizes, Sharding, predict
 from groupgrad.apps.plan.shapes import ModelShape
 from groupgrad.apps.plan.vllm_memory import ServedBytes, TrainingBytes, memory_problem
-from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions, check_tensor_parallel
+from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
 
 USABLE = 0.92
 """Share of a device that is planned for; the allocator's gaps take the rest."""
@@ -80,65 +80,6 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
             if memory_problem(served, training, of_share, **memory) is None:
                 return VLLMShare(tried, length)
     return None
-
-
-@dataclass(slots=True, frozen=True)
-class ServerNeed:
-    """Memory of each device of a vLLM server, in bytes."""
-
-    tensor_parallel_size: int
-    weights: int
-    workspace: int
-    keys_values: int
-    """Keys and values of `rows` rows of full length."""
-    rows: int
-    least: int
-    """All of it with the keys and values of one row."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.workspace + self.keys_values
-
-
-def server_need(
-    shape: ModelShape, sizes: RunSizes, device_bytes: int, tensor_parallel_size: int | None = None
-) -> ServerNeed:
-    """Returns what a vLLM server needs that samples the generation batches of all training devices.
-
-    Without `tensor_parallel_size`, its devices are the fewest of 1, 2, 4 and 8 that hold all rows, or else one row.
-    ValueError for a size that the model's heads do not allow.
-    """
-    needs = []
-    for size in (1, 2, 4, 8) if tensor_parallel_size is None else (tensor_parallel_size,):
-        try:
-            check_tensor_parallel(shape.text, size, ranks=size)
-        except ValueError:
-            if tensor_parallel_size is not None:
-                raise
-        else:
-            needs.append(_need_of_each(shape, sizes, size))
-    usable = device_bytes * USABLE
-    fitting = [need for need in needs if need.total <= usable] or [need for need in needs if need.least <= usable]
-    return (fitting or needs[-1:])[0]
-
-
-def _need_of_each(shape: ModelShape, sizes: RunSizes, tensor_parallel_size: int) -> ServerNeed:
-    """Returns the need of each device of a vLLM server on so many."""
-    rows = (sizes.generation_rows or sizes.rows) * sizes.devices
-    alone, served = (
-        _least_served(shape, replace(sizes, colocate=Colocate(tensor_parallel_size=size)))
-        for size in (1, tensor_parallel_size)
-    )
-    all_rows = predict(shape, replace(sizes, samples=True, rows=rows)).keys_values
-    return ServerNeed(
-        tensor_parallel_size=tensor_parallel_size,
-        weights=served.weights,
-        workspace=served.total - served.weights - served.one_row,
-        keys_values=all_rows * served.one_row // alone.one_row if alone.one_row else all_rows // tensor_parallel_size,
-        rows=rows,
-        least=served.total,
-    )
 
 
 def predicted_training_bytes(memory: Memory) -> TrainingBytes:
