@@ -346,15 +346,15 @@ def test_the_file_of_a_run_gives_the_model_and_its_sizes(tmp_path: Path, make_mo
 def test_a_file_that_cannot_be_planned_for_is_told_why(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "run.yaml"
     for content, text in (
-        ("optim: lion_8bit", "argument --optim: 'lion_8bit' is none of adamw"),
-        ("dtype: auto", "argument --dtype: 'auto' is none of float32, bfloat16"),
+        ("optim: lion_8bit", "optim='lion_8bit' cannot be planned for; it is none of adamw"),
+        ("dtype: auto", "dtype='auto' cannot be planned for; it is none of float32, bfloat16"),
         ("use_cpu: perhaps", "use_cpu='perhaps'"),
         ("max_completion_lenght: 9", "unknown key 'max_completion_lenght'; did you mean max_completion_length?"),
-        ("max_completion_length: 0", "argument --completion: 0 is no count; give 1 or more"),
-        ("num_generations: 0", "argument --num-generations: 0 is no count"),
+        ("max_completion_length: 0", "max_completion_length=0 is no count; give 1 or more"),
+        ("num_generations: 0", "num_generations=0 is no count"),
         ("steps_per_generation: [1]", "steps_per_generation=[1] has a list, and steps_per_generation takes one value"),
         ("- 3", "holds a list, not keys with values"),
-        ("beta: 0.1", "required: --model"),
+        ("beta: 0.1", "no model is given; give --model"),
     ):
         file.write_text(content)
         with pytest.raises(SystemExit) as ended:

@@ -133,13 +133,6 @@ def test_settings_that_leave_no_way_cannot_be_planned_for(words: str, text: str,
     assert text in re.sub(r"\s+", " ", shown.err) and shown.out == ""
 
 
-def test_a_size_of_a_vllm_needs_a_vllm(planned: Any, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        planned("--device 80GB --vllm-tensor-parallel-size 2")
-    shown = re.sub(r"\s+", " ", capsys.readouterr().err)
-    assert ended.value.code == 2 and "--vllm-tensor-parallel-size 2 is of a vLLM on the training devices, and none samples there; add" in shown
-
-
 def test_no_more_than_eight_times_the_devices_are_proposed(planned: Any) -> None:
     """LoRA beside a colocated vLLM fits on no number of devices of 24 GB, since vLLM's weights stay whole."""
     shown = planned("--device 24GB --completion 1024 --vllm-colocate", code=1).out

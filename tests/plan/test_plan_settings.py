@@ -161,7 +161,7 @@ def test_set_is_a_setting_of_the_run_with_and_without_a_file(planned: Any, capsy
     assert planned("--device", "80GB", "--config", tmp_path / "run.yaml", *adapter, "--set", "fsdp=").out == alone
     for setting, problem in [
         ("use_pef=true", "unknown field 'use_pef'; did you mean use_peft?"),
-        ("optim=lion_32bit", "argument --optim: 'lion_32bit' is none of"),
+        ("optim=lion_32bit", "optim='lion_32bit' cannot be planned for; it is none of adamw"),
     ]:
         with pytest.raises(SystemExit):
             planned("--device", "80GB", "--completion", 512, "--set", setting)

@@ -48,6 +48,7 @@ SECTIONS: dict[str, str] = {
 _NO_FIELDS = (
     *("help", "config", "set", "dry_run", "num_processes", "accelerate_config", "prompts", "no_round"),
     *("model", "k", "threshold", "limit", "by", "answer", "against", "output"),
+    *("device", "devices", "prompt", "rows", "gguf_file", "vllm_colocate", "vllm_server"),
 )
 
 TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"
@@ -275,6 +276,23 @@ def parse(
     Exits with status 2 and a sentence that says what to change if it cannot.
     """
     parser = parser or train_parser()
+    known, content = take_run_of(parser, argv, content)
+    try:
+        script, model, config, *_ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    flags = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
+    given = given_fields(parser, argv, known.set or [], content or {})
+    return Parsed(script, model, config, flags, given, command_of(argv, content))
+
+
+def take_run_of(
+    parser: TrainParser, argv: Sequence[str], content: Mapping[str, Any] | None = None
+) -> tuple[argparse.Namespace, Mapping[str, Any] | None]:
+    """Takes the YAML file that a command line names, or `content`, and `--set` as defaults of the parser.
+
+    Returns the flags, before they took these defaults, and the content. Exits with status 2 for what is unknown.
+    """
     known, unknown = parser.parse_known_args(argv)
     if known.config is not None:
         content = parser.load_yaml(known.config) if content is None else content
@@ -285,13 +303,7 @@ def parse(
         flags = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
         hint = _did_you_mean(argument.lstrip("-").replace("-", "_"), flags, "--")
         parser.error(f"unknown {'flag' if argument.startswith('-') else 'argument'} {argument!r}{hint}")
-    try:
-        script, model, config, *_ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
-    except (ValueError, ImportError) as error:
-        parser.error(str(error))
-    flags = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
-    given = given_fields(parser, argv, known.set or [], content or {})
-    return Parsed(script, model, config, flags, given, command_of(argv, content))
+    return known, content
 
 
 def given_fields(

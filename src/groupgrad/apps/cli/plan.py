@@ -2,38 +2,125 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from groupgrad.apps.cli.command_parser import refuse
-from groupgrad.apps.cli.plan_options import parsed, parser
-from groupgrad.imports import quick_imports
+import psutil
 
-__all__ = ["main", "parser"]
+from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
+from groupgrad.apps.cli.parsing import TrainParser, given_fields, take_run_of
+from groupgrad.apps.plan import shapes
+from groupgrad.apps.plan.fitting import choices, recommended, remedies, smallest_device, vllm_share
+from groupgrad.apps.plan.memory import OPTIMIZER_BYTES, Colocate, RunSizes, ZeroBuffers
+from groupgrad.byte_sizes import parse_bytes
+from groupgrad.config.launcher import zero_stage
+from groupgrad.config.settings import mapping
+from groupgrad.integrations.vllm.colocate_start import check_tensor_parallel
 
 _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "context", "peak")
+
+_ALIASES = {
+    "model": "model_name_or_path",
+    "completion": "max_completion_length",
+    "micro-batch": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+}
+"""Short flags of this command -> the fields that they set."""
+
+_COUNTS = (
+    *("max_completion_length", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("context_parallel_size", "lora_r", "vllm_tensor_parallel_size"),
+)
+"""Fields that are 1 or more."""
+
+_CONSIDERED = {
+    *_COUNTS[:-1],
+    *("model_name_or_path", "dtype", "optim", "beta", "gradient_checkpointing", "gradient_dtype", "use_cpu"),
+    *("model_init_kwargs", "generation_batch_size", "steps_per_generation", "bf16", "fp16", "load_in_4bit", "use_peft"),
+    *("use_vllm", "vllm_mode", "fsdp", "deepspeed", "disable_dropout", "router_aux_loss_coef"),
+}
+"""Fields of a run on which a plan depends."""
+_OF_COLOCATE = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size")
+_OF_COLOCATE = (*_OF_COLOCATE, "vllm_enable_sleep_mode")
+"""Those that it considers with a vLLM on the training devices."""
+
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+}
+"""Optimizers of transformers -> those of a plan of the same size."""
+
+
+class PlanParser(TrainParser):
+    """Parser of this command: that of `groupgrad train`, with short flags, the devices and the lengths of prompts."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            prog="groupgrad plan",
+            usage="groupgrad plan --model MODEL --device SIZE [--config FILE] [--FIELD VALUE ...] [--set KEY=VALUE]",
+            description="Predict the memory of a run from a model's configuration, offline, and say which ways to run "
+            "fit. Each way is shown with the largest micro-batch that fits, a divisor of the step's completions.",
+            epilog=epilog(
+                "plan",
+                "groupgrad plan --config run.yaml --device 24GB\n"
+                "groupgrad plan --config run.yaml --device 24GB --use_peft --set model_init_kwargs.dtype=bfloat16\n"
+                "groupgrad plan --model Qwen/Qwen2.5-7B-Instruct --device 80GB --devices 8 --completion 8192\n"
+                "groupgrad plan --model ./config.json --device 24GB --completion 1024 --dtype bfloat16",
+            ),
+        )
+        fields, plan = self.fields(), self.add_argument_group("Plan")
+        fields["optim"].choices = None
+        for flag, field in _ALIASES.items():
+            names = dict.fromkeys((f"--{flag}", f"--{flag.replace('-', '_')}"))
+            known = {"type": fields[field].type, "default": argparse.SUPPRESS, "help": f"{field} of a run"}
+            plan.add_argument(*names, dest=field, **known)
+        plan.add_argument(
+            "--device",
+            type=_bytes,
+            metavar="SIZE",
+            help="memory of a device, such as 80GB (unset with --cpu: this machine's)",
+        )
+        plan.add_argument("--devices", type=positive_count, default=1, help="number of devices")
+        plan.add_argument(
+            "--cpu", dest="use_cpu", action="store_true", default=argparse.SUPPRESS, help="plan for training on a CPU"
+        )
+        plan.add_argument("--prompt", type=positive_count, default=512, help="tokens of the longest prompt")
+        plan.add_argument(
+            "--rows", type=positive_count, help="completions that a device samples at a time; unset: those of a step"
+        )
+        plan.add_argument(
+            "--gguf-file", "--gguf_file", metavar="NAME", help="GGUF file in the folder that has the weights"
+        )
+        for flag, text in (
+            ("--vllm-colocate", "vLLM on the training devices samples"),
+            ("--vllm-server", "a vLLM server on other devices samples"),
+        ):
+            plan.add_argument(
+                flag, flag.replace("m-", "m_"), action=argparse.BooleanOptionalAction, default=None, help=text
+            )
+
+
+parser = PlanParser
+"""Makes the parser of this command."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
-    options, sizes = parsed(argv)
-    with quick_imports():
-        from groupgrad.apps.plan.fitting import choices, recommended
-        from groupgrad.apps.plan.shapes import has_tower, model_shape, read_config, whole_rows
-        from groupgrad.integrations.vllm.colocate_start import check_tensor_parallel
-
+    options = _options(argv)
     try:
-        if options.devices % options.context_parallel_size:
-            raise ValueError(
-                f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
-                f"--devices {options.devices} is no multiple of it; give a multiple"
-            )
-        config = read_config(options.model, options.gguf_file)
+        sizes = _run_sizes(options)
+        config = shapes.read_config(options.model_name_or_path, options.gguf_file)
         if _computes_in_float32(config, sizes):
             sizes = replace(sizes, half=False)
-        shape = model_shape(options.model, config, half=sizes.half)
-        obstacle = whole_rows(config, sizes.settings)
+        shape = shapes.model_shape(options.model_name_or_path, config, half=sizes.half)
+        obstacle = shapes.whole_rows(config, sizes.settings)
         if options.context_parallel_size > 1 and obstacle is not None:
             raise ValueError(
                 f"--context-parallel-size {options.context_parallel_size} cuts the tokens of a row over devices, and "
@@ -47,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     print(_table(shape, sizes, options.device, found))
     if (remark := _context_remark(shape, sizes)) is not None:
         print(remark)
-    if has_tower(config):
+    if shapes.has_tower(config):
         print("The weights outside the text decoder are counted; the activations and tokens of images are not.\n")
     if options.cut is not None:
         print(
@@ -57,6 +144,168 @@ def main(argv: Sequence[str]) -> int:
     best = recommended(found)
     print(_advice(shape, sizes, options.device, best, obstacle))
     return 0 if best else 1
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    """The fields of the run and the flags of this command, with `given`, the names of fields that were given.
+
+    Exits with status 2 for what cannot be planned for.
+    """
+    parser = PlanParser()
+    before, content = take_run_of(parser, argv)
+    if before.config is None and not before.set:
+        parser.fields()["gradient_accumulation_steps"].default = 2  # so that gradients are held beside activations
+    options, _ = parser.parse_known_args(argv)
+    options.given = given_fields(parser, argv, before.set or [], content or {})
+    try:
+        _complete(options)
+    except ValueError as error:
+        parser.error(str(error))
+    ignored = options.given - _CONSIDERED - (set(_OF_COLOCATE) if options.sampler == "colocate" else set())
+    if names := sorted(name for name in ignored if getattr(options, name) is not None):
+        print(f"Not considered of {options.config or 'the command line'}: {', '.join(names)}", file=sys.stderr)
+    return options
+
+
+def _complete(options: argparse.Namespace) -> None:
+    """Checks the options, and writes into them what follows: the sampler, the sharding, the optimizer, dtype, device.
+
+    ValueError for options that cannot be planned for.
+    """
+    for name in _COUNTS:
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} is no count; give 1 or more")
+    options.optim = _OPTIMIZERS.get(options.optim, options.optim)
+    if options.optim not in OPTIMIZER_BYTES:
+        raise ValueError(f"optim={options.optim!r} cannot be planned for; it is none of {', '.join(OPTIMIZER_BYTES)}")
+    loading = options.model_init_kwargs
+    loading = json.loads(loading) if isinstance(loading, str) else mapping(loading)
+    dtype = options.dtype or loading.get("dtype") or loading.get("torch_dtype") or "float32"
+    options.dtype = str(dtype).removeprefix("torch.")
+    if options.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype={options.dtype!r} cannot be planned for; it is none of float32, bfloat16")
+    options.gguf_file = options.gguf_file or loading.get("gguf_file")
+    if options.vllm_server and options.vllm_colocate:
+        raise ValueError("--vllm-server and --vllm-colocate exclude each other; give one of them")
+    options.sampler = options.vllm_mode if options.use_vllm else "native"
+    for mode in ("server", "colocate"):
+        if (is_asked := getattr(options, f"vllm_{mode}")) is not None and (is_asked or options.sampler == mode):
+            options.sampler = mode if is_asked else "native"
+    options.sharding = _sharding(options)
+    if options.load_in_4bit and options.sharding in ("zero3", "fsdp2"):
+        raise ValueError(
+            "load_in_4bit=True with a model in shards cannot be planned for; remove fsdp, deepspeed or load_in_4bit"
+        )
+    if options.sharding is not None and options.context_parallel_size > 1:
+        raise ValueError(
+            f"fsdp and deepspeed exclude --context-parallel-size (now {options.context_parallel_size}); set it to 1"
+        )
+    if options.devices % options.context_parallel_size:
+        raise ValueError(
+            f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
+            f"--devices {options.devices} is no multiple of it; give a multiple"
+        )
+    if options.model_name_or_path is None:
+        raise ValueError("no model is given; give --model, or --config with the file of a run")
+    if options.device is None:
+        if not options.use_cpu:
+            raise ValueError("the memory of a GPU is not known; give --device, such as --device 80GB")
+        options.device = psutil.virtual_memory().total
+
+
+def _sharding(options: argparse.Namespace) -> str | None:
+    """The way to shard that the settings of a run ask for; None if they ask for none. ValueError if it is not known."""
+    if options.fsdp:
+        return "fsdp2"
+    if options.deepspeed in (None, ""):
+        return None
+    run: Any = SimpleNamespace(deepspeed=options.deepspeed)
+    ways: dict[int | None, str] = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+    if (stage := zero_stage(run)) not in ways:
+        raise ValueError(
+            f"deepspeed={options.deepspeed!r} has no ZeRO stage from 0 to 3 that can be read; give a file or a mapping"
+        )
+    return ways[stage]
+
+
+def _zero_buffers(deepspeed: Any) -> dict[str, Any]:
+    """The fields of `ZeroBuffers` that a DeepSpeed configuration sets. ValueError for a value that is no number."""
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    config, found = HfDeepSpeedConfig(deepspeed), {}
+    for name in ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        value = config.get_value(f"zero_optimization.{name}")
+        if value is not None:
+            # Only the size of the bucket may follow from the model. JSON may have 5e8, a float.
+            found[name] = None if value == "auto" and name == "reduce_bucket_size" else int(float(value))
+    limits = [value for name, value in found.items() if name.startswith("stage3_") and value is not None]
+    buffers = {"live": min(limits)} if limits else {}
+    return {**buffers, "bucket": found["reduce_bucket_size"]} if "reduce_bucket_size" in found else buffers
+
+
+def _run_sizes(options: argparse.Namespace) -> RunSizes:
+    """The sizes and choices of a run that the options stand for."""
+    is_half, on_gpu = options.dtype == "bfloat16", not options.use_cpu
+    by_autocast = options.fp16 or (on_gpu if options.bf16 is None else options.bf16)
+    step_rows, generation_rows = _batches(options)
+    colocate = None
+    if options.sampler == "colocate":
+        is_asked = "vllm_gpu_memory_utilization" in options.given
+        colocate = Colocate(
+            utilization=options.vllm_gpu_memory_utilization if is_asked else None,
+            max_model_length=options.vllm_max_model_length,
+            tensor_parallel_size=options.vllm_tensor_parallel_size,
+            sleeps=bool(options.vllm_enable_sleep_mode),
+        )
+    return RunSizes(
+        prompt=options.prompt,
+        completion=options.max_completion_length,
+        group=options.num_generations,
+        rows=options.rows or generation_rows,
+        micro_batch=options.per_device_train_batch_size,
+        most_rows=0 if "per_device_train_batch_size" in options.given else step_rows,
+        step_rows=step_rows,
+        generation_rows=generation_rows,
+        lora_rank=options.lora_r,
+        optimizer=options.optim,
+        weight_bytes=2 if is_half else 4,
+        half=is_half or bool(by_autocast),
+        checkpointing=bool(options.gradient_checkpointing),
+        reference=options.beta > 0,
+        accumulates=options.gradient_accumulation_steps > 1,
+        float32_gradients=options.gradient_dtype != "weights",
+        samples=options.sampler == "native",
+        colocate=colocate,
+        devices=options.devices,
+        context_parallel_size=options.context_parallel_size,
+        on_gpu=on_gpu,
+        way="4-bit" if options.load_in_4bit else "LoRA" if options.use_peft else "",
+        only_sharding=options.sharding,
+        zero=ZeroBuffers(**_zero_buffers(options.deepspeed)) if options.sharding == "zero3" else ZeroBuffers(),
+        settings=vars(options),
+    )
+
+
+def _batches(options: argparse.Namespace) -> tuple[int, int]:
+    """Completions of a step and of a generation batch on a device; sets `cut` to those that groups do not divide.
+
+    A generation batch over all devices holds whole groups, so one that would cut a group is made longer, together with
+    the step if both are the same.
+    """
+    micro_batch = options.per_device_train_batch_size
+    step = generation = micro_batch * options.gradient_accumulation_steps
+    if options.generation_batch_size:
+        generation = -(-options.generation_batch_size // options.devices)
+    elif options.steps_per_generation:
+        generation = micro_batch * options.steps_per_generation
+    elif options.rows is not None and options.rows % step == 0:
+        generation = options.rows
+    is_step, options.cut = generation == step, None
+    part = options.num_generations // math.gcd(options.num_generations, options.devices)
+    if generation % part:
+        options.cut, unit = generation * options.devices, math.lcm(part, micro_batch)
+        generation = -(-generation // unit) * unit
+    return generation if is_step else step, generation
 
 
 def _computes_in_float32(config: Any, sizes: Any) -> bool:
@@ -102,8 +351,6 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
 
 def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None) -> str:
     """Says what to set, or that nothing fits. `obstacle` is the reason why devices cannot train each row together."""
-    from groupgrad.apps.plan.fitting import remedies, smallest_device
-
     further = remedies(shape, sizes, device, may_cut=obstacle is None and sizes.only_sharding is None)
     if best is None:
         least = smallest_device(shape, sizes)
@@ -140,8 +387,6 @@ def _start(sizes: Any) -> str:
 
 def _vllm_beside(shape: Any, best: Any, device: int) -> str:
     """The settings of a vLLM on the training devices, or why there is none."""
-    from groupgrad.apps.plan.fitting import vllm_share
-
     is_refused = best.sizes.sharding == "fsdp2"
     share = None if is_refused else vllm_share(shape, best.sizes, device)
     if share is not None:
@@ -162,3 +407,10 @@ def _vllm_settings(sizes: Any, share: Any) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _bytes(text: str) -> int:
+    size = parse_bytes(text)
+    if size is None or text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no size; write it as 80GB or 24GiB")
+    return size
