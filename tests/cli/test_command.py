@@ -158,7 +158,7 @@ def test_the_help_of_each_command_has_its_exit_codes(command: str, capsys: Any) 
         (["rollouts", ".", "--search", "--a b", "--min-reward", "x"], "invalid float value: 'x'"),
         (["replay", "--stp=3"], "unknown option '--stp'; did you mean --step?"),
         (["replay", "."], "the following arguments are required: --step"),
-        (["rollouts", ".", "--tokens", "entropi"], "entropy, advantage, gradient_shares; did you mean 'entropy'?"),
+        (["replay", ".", "--step", "1", "--rewards", "recordet"], "call, recorded; did you mean 'recorded'?"),
         (["completion", "bsh"], "did you mean 'bash'?"),
         (["train", "--save_strategy", "stesp"], "did you mean 'steps'?"),
     ],

@@ -8,32 +8,17 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from groupgrad.apps.cli.command_parser import CommandParser, positive_count, refuse
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.runs.selection import Selection
-from groupgrad.run_folder.render import duration, visible
+from groupgrad.run_folder.render import duration
 from groupgrad.run_folder.rollout_table import REWARD, SECONDS, TRAINING
 from groupgrad.run_folder.terminal import print_table
 from groupgrad.spelling import did_you_mean
-
-SHADES = ("", "on grey19", "on grey30", "on dark_goldenrod", "on dark_orange3", "on red3")
-"""Background of a token, by the log-prob or entropy (nats) that it reaches."""
-BOUNDS = (0.5, 1.0, 2.0, 4.0, 6.0)
-SHARES = (0.05, 0.2, 0.4, 0.6, 0.8)
-"""The same for shares of the row's largest gradient share."""
-
-POLICY = "policy"
-OTHERS = {"tool": "dim italic", "template": "dim"}
-"""Style of a token that the policy did not write, by its writer."""
-
-UNITS = {"logprobs": "nats", "entropy": "nats", "advantage": "of the row", "gradient_shares": "shares of the largest"}
-"""Quantities by which tokens can be shaded."""
 
 SORTABLE = ("advantage", "step", "row", "group", "num_tokens")
 """Columns to order by, beside the rewards and the seconds that they took."""
@@ -45,10 +30,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = RunFolder(arguments.run)
         first, last = _steps(arguments.step)
-        if arguments.json and arguments.tokens:
-            raise ValueError(
-                "--tokens and --json are both given, but a line of JSON has all columns of tokens; drop one"
-            )
         run.refresh()
         _check_columns(run, arguments)
     except ValueError as error:
@@ -77,13 +58,11 @@ def main(argv: Sequence[str]) -> int:
     records = [_record(row, rewards) for row in rows]
     title = f"{run.name}: {len(rows)} of {count:,} rollouts"
     print_table(records, [*rewards], others, title=title, lead="step·row", console=console)
-    for row in rows if arguments.tokens else ():
-        _print_tokens(console, row, arguments.tokens)
     return 0
 
 
 def _check_columns(run: RunFolder, arguments: argparse.Namespace) -> None:
-    """ValueError if the rollouts of a run lack the column of `--sort`, `--reward` or `--tokens`."""
+    """ValueError if the rollouts of a run lack the column of `--sort` or `--reward`."""
     facets = run.facets()
     if not facets["steps"]:
         return
@@ -97,10 +76,6 @@ def _check_columns(run: RunFolder, arguments: argparse.Namespace) -> None:
         names = ", ".join(facets["rewards"])
         hint = did_you_mean(arguments.reward, facets["rewards"], before="; ")
         raise ValueError(f"--reward {arguments.reward!r} is no reward of this run, which has {names}{hint}")
-    if arguments.tokens == "gradient_shares" and not facets["shares"]:
-        raise ValueError(
-            "--tokens gradient_shares: this run has stored no gradient shares; train with record_gradient_share=True"
-        )
     if arguments.reward is not None and arguments.min_reward is None and arguments.max_reward is None:
         raise ValueError(
             f"--reward {arguments.reward} is for --min-reward and --max-reward, and neither is given; give one, or "
@@ -125,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "rollouts",
         description="Print rollouts that a run has stored.",
-        examples="groupgrad rollouts runs/math --step 40 --min-reward 0.5 --tokens entropy\n"
+        examples="groupgrad rollouts runs/math --step 40 --min-reward 0.5\n"
         "groupgrad rollouts runs/math --step 30:40 --finish-reason length --json > rollouts.jsonl",
     )
     parser.add_argument("run", metavar="RUN", help="output_dir of a run")
@@ -149,7 +124,6 @@ def parser() -> argparse.ArgumentParser:
     printed.add_argument("--sort", default="reward", help="column to order by")
     printed.add_argument("--ascending", action="store_true", help="lowest first")
     printed.add_argument("--limit", type=positive_count, default=10, help="most rollouts to print")
-    printed.add_argument("--tokens", choices=[*UNITS], help="also print the tokens, shaded by this")
     printed.add_argument("--json", action="store_true", help="print one line of JSON a rollout, with all its columns")
     return parser
 
@@ -174,53 +148,3 @@ def _record(row: dict[str, Any], rewards: Mapping[str, str]) -> dict[str, Any]:
     numbers |= {name: duration(value) for name, value in row.items() if name.startswith(SECONDS)}
     phase = "" if row.get("phase") in (None, TRAINING) else f" {row['phase']}"
     return {**texts, "step·row": f"{row['step']}·{row['row']}{phase}", **numbers}
-
-
-def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
-    """The tokens of a row, shaded by how unlikely or uncertain each was, by its advantage, or by how much it taught.
-
-    Tokens of tools and templates are dim. Without colours, as in a pipe, each token has a line, with its number.
-    """
-    console.print(Text(f"\nstep {row['step']} row {row['row']}, by {number} ({UNITS[number]}):", style="bold"))
-    values, writers = row.get(number) or [None] * len(row["tokens"]), _writers(row)
-    if number == "advantage":
-        values = _advantages(row, writers)
-    bounds: tuple[float, ...] = BOUNDS
-    if number == "gradient_shares":
-        largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
-        values, bounds = [None if value is None else value / largest for value in values], SHARES
-    if console.color_system is None or console.no_color:
-        _print_numbers(row["tokens"], values, writers)
-        return
-    line = Text(overflow="fold")
-    for token, value, writer in zip(row["tokens"], values, writers):
-        size = 0.0 if value is None else abs(value)
-        shade = SHADES[sum(size >= bound for bound in bounds)] if writer == POLICY else OTHERS[writer]
-        line.append(visible(token), style=shade)
-    console.print(line)
-
-
-def _advantages(row: dict[str, Any], writers: Sequence[str]) -> list[float | None]:
-    """The advantage of each token of the policy: its turn's, where turns have their own."""
-    of_turns = row.get("turn_advantages")
-    if not of_turns:
-        return [row["advantage"] if writer == POLICY else None for writer in writers]
-    sampled, turn, found = row["sampled"] or [True] * len(writers), -1, []
-    starts = {branch["start"] for branch in row.get("branches") or []}
-    for place, (before, now) in enumerate(pairwise([False, *sampled])):
-        turn += now and (not before or place in starts)
-        found.append(of_turns[turn] if now else None)
-    return found
-
-
-def _writers(row: dict[str, Any]) -> list[str]:
-    """The writer of each token: `policy`, `tool` or `template`. Runs of earlier releases call the last two `tool`."""
-    sampled = row["sampled"] or [True] * len(row["tokens"])
-    return row.get("writers") or [POLICY if is_policy else "tool" for is_policy in sampled]
-
-
-def _print_numbers(tokens: Sequence[str], values: Sequence[float | None], writers: Sequence[str]) -> None:
-    """A line for each token: its place, its number (- without one) or its other writer, its text as a literal."""
-    for place, (token, value, writer) in enumerate(zip(tokens, values, writers)):
-        shown = writer if writer != POLICY else "-" if value is None else f"{value:.4g}"
-        print(f"{place:>5}  {shown:>10}  {token!r}")
