@@ -16,8 +16,8 @@ import psutil
 from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
 from groupgrad.apps.cli.parsing import TrainParser, given_fields, take_run_of
 from groupgrad.apps.plan import shapes
-from groupgrad.apps.plan.fitting import choices, recommended, remedies, smallest_device, vllm_share
-from groupgrad.apps.plan.memory import OPTIMIZER_BYTES, Colocate, RunSizes, ZeroBuffers
+from groupgrad.apps.plan.fitting import choices, fitting_with_server, recommended, smallest_device, vllm_share
+from groupgrad.apps.plan.memory import OPTIMIZER_BYTES, Colocate, RunSizes
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.settings import mapping
@@ -43,7 +43,7 @@ _CONSIDERED = {
     *_COUNTS[:-1],
     *("model_name_or_path", "dtype", "optim", "beta", "gradient_checkpointing", "gradient_dtype", "use_cpu"),
     *("model_init_kwargs", "generation_batch_size", "steps_per_generation", "bf16", "fp16", "load_in_4bit", "use_peft"),
-    *("use_vllm", "vllm_mode", "fsdp", "deepspeed", "disable_dropout", "router_aux_loss_coef"),
+    *("use_vllm", "vllm_mode", "fsdp", "deepspeed"),
 }
 """Fields of a run on which a plan depends."""
 _OF_COLOCATE = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size")
@@ -120,12 +120,6 @@ def main(argv: Sequence[str]) -> int:
         if _computes_in_float32(config, sizes):
             sizes = replace(sizes, half=False)
         shape = shapes.model_shape(options.model_name_or_path, config, half=sizes.half)
-        obstacle = shapes.whole_rows(config, sizes.settings)
-        if options.context_parallel_size > 1 and obstacle is not None:
-            raise ValueError(
-                f"--context-parallel-size {options.context_parallel_size} cuts the tokens of a row over devices, and "
-                f"{obstacle}"
-            )
         if sizes.colocate is not None:
             check_tensor_parallel(shape.text, sizes.colocate.tensor_parallel_size, ranks=sizes.devices)
         found = choices(shape, sizes, options.device)
@@ -142,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
             f"batch, so {sizes.generation_rows * sizes.devices} are planned.\n"
         )
     best = recommended(found)
-    print(_advice(shape, sizes, options.device, best, obstacle))
+    print(_advice(shape, sizes, options.device, best))
     return 0 if best else 1
 
 
@@ -228,21 +222,6 @@ def _sharding(options: argparse.Namespace) -> str | None:
     return ways[stage]
 
 
-def _zero_buffers(deepspeed: Any) -> dict[str, Any]:
-    """The fields of `ZeroBuffers` that a DeepSpeed configuration sets. ValueError for a value that is no number."""
-    from accelerate.utils.deepspeed import HfDeepSpeedConfig
-
-    config, found = HfDeepSpeedConfig(deepspeed), {}
-    for name in ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
-        value = config.get_value(f"zero_optimization.{name}")
-        if value is not None:
-            # Only the size of the bucket may follow from the model. JSON may have 5e8, a float.
-            found[name] = None if value == "auto" and name == "reduce_bucket_size" else int(float(value))
-    limits = [value for name, value in found.items() if name.startswith("stage3_") and value is not None]
-    buffers = {"live": min(limits)} if limits else {}
-    return {**buffers, "bucket": found["reduce_bucket_size"]} if "reduce_bucket_size" in found else buffers
-
-
 def _run_sizes(options: argparse.Namespace) -> RunSizes:
     """The sizes and choices of a run that the options stand for."""
     is_half, on_gpu = options.dtype == "bfloat16", not options.use_cpu
@@ -281,7 +260,6 @@ def _run_sizes(options: argparse.Namespace) -> RunSizes:
         on_gpu=on_gpu,
         way="4-bit" if options.load_in_4bit else "LoRA" if options.use_peft else "",
         only_sharding=options.sharding,
-        zero=ZeroBuffers(**_zero_buffers(options.deepspeed)) if options.sharding == "zero3" else ZeroBuffers(),
         settings=vars(options),
     )
 
@@ -349,14 +327,18 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
     )
 
 
-def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None) -> str:
-    """Says what to set, or that nothing fits. `obstacle` is the reason why devices cannot train each row together."""
-    further = remedies(shape, sizes, device, may_cut=obstacle is None and sizes.only_sharding is None)
+def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
+    """Says what to set, or that nothing fits, and what fits with a vLLM server."""
+    served = fitting_with_server(shape, sizes, device)
+    further = (
+        [] if served is None else [f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits."]
+    )
     if best is None:
         least = smallest_device(shape, sizes)
         texts = [
             f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
-            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows})."
+            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows}), or raise "
+            f"--devices ({sizes.devices})."
         ]
         return " ".join([*texts, *further])
     rows = best.sizes.micro_batch

@@ -14,9 +14,6 @@ from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOpt
 USABLE = 0.92
 """Share of a device that is planned for; the allocator's gaps take the rest."""
 
-MOST_TIMES = 8
-"""Times the asked number of devices, in all or for a row, up to which a plan looks for a number that would do."""
-
 
 @dataclass(slots=True, frozen=True)
 class Choice:
@@ -99,32 +96,16 @@ def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
     return int(least / (USABLE if sizes.colocate is None else USABLE - 0.001))
 
 
-def remedies(shape: ModelShape, sizes: RunSizes, device_bytes: int, *, may_cut: bool) -> list[str]:
-    """Sentences about ways that come to fit: if a vLLM server on other devices samples, and, where nothing fits as it
-    is, if 2, 4, ... devices train each row together (which `may_cut` allows), or on up to `MOST_TIMES` as many devices.
+def fitting_with_server(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
+    """The way that fits if a vLLM server on other devices samples, where it differs from the one that fits as it is.
 
     A model in shards is sampled from by the native engine as a whole copy, which a server does without.
     """
-
-    def fitting(**changes: Any) -> Choice | None:
-        return recommended(choices(shape, replace(sizes, **changes), device_bytes))
-
-    best, texts = fitting(), []
-    served = fitting(samples=False, colocate=None) if sizes.samples or sizes.colocate else None
-    if served is not None and (best is None or best.name != served.name):
-        texts.append(f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits.")
-    if best is not None:
-        return texts
-    times, cut = [2**power for power in range(1, MOST_TIMES.bit_length())], dict[str, int]()
-    for number in [sizes.context_parallel_size * factor for factor in times if may_cut]:
-        if sizes.devices % number == 0 and (found := fitting(context_parallel_size=number)) is not None:
-            cut.setdefault(found.name, number)
-    for name, number in cut.items():
-        texts.append(f"If {number} devices train each row together (--context-parallel-size {number}), {name} fits.")
-    for number in [sizes.devices * factor for factor in times]:
-        if (wider := fitting(devices=number)) is not None:
-            return [*texts, f"On {number} such devices (--devices {number}), {wider.name} fits."]
-    return texts
+    if not (sizes.samples or sizes.colocate):
+        return None
+    best = recommended(choices(shape, sizes, device_bytes))
+    served = recommended(choices(shape, replace(sizes, samples=False, colocate=None), device_bytes))
+    return served if served is not None and (best is None or best.name != served.name) else None
 
 
 FSDP_OPTIMIZERS = ("adamw", "sgd")

@@ -29,6 +29,8 @@ _CPU_CONTEXT = 32 * 2**20
 """Code and tables that the first step of a process loads; measured, see `bench/plan_accuracy.py`."""
 CPU_PROCESS = 470 * 2**20
 """Python with torch, transformers and datasets in a process on a CPU, before it has a model; measured."""
+_ZERO3_BUCKET, _ZERO3_LIVE = 5 * 10**8, 10**9
+"""DeepSpeed's defaults: numbers of the buffer of gradients, and weights that stay gathered."""
 _SHARDS_CODE = 35 * 2**20
 """Code and tables of FSDP or DeepSpeed in a process on a CPU; measured."""
 
@@ -44,16 +46,6 @@ class Colocate:
     tensor_parallel_size: int = 1
     sleeps: bool = False
     """vLLM frees its memory during training."""
-
-
-@dataclass(slots=True, frozen=True)
-class ZeroBuffers:
-    """Settings of ZeRO-3 that its memory follows; the defaults are DeepSpeed's."""
-
-    bucket: int | None = 5 * 10**8
-    """Numbers of the buffer of gradients, `reduce_bucket_size`; None for "auto", the square of the hidden size."""
-    live: int = 10**9
-    """Weights that stay gathered: the smaller of `stage3_max_live_parameters` and `stage3_max_reuse_distance`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,9 +95,8 @@ class RunSizes:
     """The ways to run that are asked for, by the beginning of their names, such as "LoRA"; empty for all."""
     only_sharding: Sharding | None = None
     """The way to shard that is asked for; None for all."""
-    zero: ZeroBuffers = ZeroBuffers()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of the run, such as `disable_dropout`."""
+    """Further settings of the run, such as `bf16`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -258,11 +249,11 @@ def _outside_layers(shape: ModelShape) -> int:
 def _gathered(shape: ModelShape, sizes: RunSizes) -> int:
     """Bytes of gathered weights: a layer and the next, under FSDP embeddings and head throughout a pass too.
 
-    ZeRO-3 releases no weight that it uses again within `ZeroBuffers.live` numbers.
+    ZeRO-3 releases no weight that it uses again within `_ZERO3_LIVE` numbers.
     """
     count = 2 * shape.layer_parameters
     if sizes.sharding == "zero3":
-        count = max(count, min(shape.parameters, sizes.zero.live))
+        count = max(count, min(shape.parameters, _ZERO3_LIVE))
     if sizes.sharding == "fsdp2":
         count += _outside_layers(shape)
     return count * _compute_bytes(sizes)
@@ -287,9 +278,8 @@ def _zero_buffers(shape: ModelShape, trained: int, sizes: RunSizes) -> int:
     """
     if sizes.sharding != "zero3":
         return 0
-    bucket = shape.hidden**2 if sizes.zero.bucket is None else sizes.zero.bucket
-    used = min(trained, bucket)
-    return ((bucket if sizes.on_gpu else used) + used) * _state_bytes(sizes)
+    used = min(trained, _ZERO3_BUCKET)
+    return ((_ZERO3_BUCKET if sizes.on_gpu else used) + used) * _state_bytes(sizes)
 
 
 def _dequantized(shape: ModelShape, sizes: RunSizes) -> int:

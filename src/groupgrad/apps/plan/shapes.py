@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.models.families import common_field, layer_configs, layer_overrides
-from groupgrad.models.load import max_context, turn_off_dropout
+from groupgrad.models.load import max_context
 from groupgrad.models.model_names import check_gguf_file, missing_because
-from groupgrad.scoring.attention import flat_obstacle, whole_rows_reason
+from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, build_batch
 from groupgrad.scoring.gradient_checkpointing import activation_bytes_per_token
-from groupgrad.scoring.self_check import configured_aux_loss_weight, effective_aux_loss_weight
 
 _SMALL_HIDDEN, _SMALL_VOCAB = 1024, 512
 """Sizes of the copies on which activations are measured."""
@@ -145,22 +144,6 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
 def has_tower(config: Any) -> bool:
     """Returns True for a model that has a text decoder beside other parts, such as a vision tower."""
     return config.get_text_config() is not config
-
-
-def whole_rows(config: Any, settings: Mapping[str, Any]) -> str | None:
-    """Says why devices cannot train a row of this model together, and what to set; None if they can.
-
-    `settings` are those of the run, of which `disable_dropout` and `router_aux_loss_coef` are read. ValueError if they
-    ask for the loss of experts that the model has not.
-    """
-    model, text = _meta_model(config), config.get_text_config()
-    if settings.get("disable_dropout"):
-        turn_off_dropout(model)
-    if weight := configured_aux_loss_weight(model, settings.get("router_aux_loss_coef")):
-        kinds = [_kind(layer) for layer in _decoder_layers(model, text.num_hidden_layers)]
-        small = _copy_with(_small_config(text, _factor(text)), [kinds.index(kind) for kind in set(kinds)], config)
-        weight = effective_aux_loss_weight(small, ForwardOptions(), weight, None)
-    return whole_rows_reason(model, flat_obstacle(model), aux_loss=weight != 0.0)
 
 
 def _first_line(error: Exception) -> str:
