@@ -181,41 +181,6 @@ def test_every_flag_of_the_adapter():
 def test_adapter_flags_without_use_peft():
     with pytest.warns(UserWarning, match="no effect: lora_r=8, use_dora=True without use_peft; set use_peft"):
         assert train.peft_config(ModelArguments(lora_r=8, use_dora=True)) is None
-    with pytest.warns(UserWarning, match="no effect: peft_method='ia3', ia3_modules_to_save=.'norm'. without use_peft"):
-        assert train.peft_config(ModelArguments(peft_method="ia3", ia3_modules_to_save=["norm"])) is None
-
-
-def test_ia3():
-    peft = pytest.importorskip("peft")
-    config = adapter(peft_method="ia3")
-    assert isinstance(config, peft.IA3Config)
-    assert (config.task_type, config.target_modules, config.feedforward_modules) == ("CAUSAL_LM", None, None)
-    targets = {"ia3_target_modules": ["k_proj,", "down_proj"], "ia3_feedforward_modules": ["down_proj"]}
-    config = adapter(peft_method="ia3", **targets, ia3_modules_to_save=["norm"])
-    assert (config.target_modules, config.feedforward_modules) == ({"k_proj", "down_proj"}, {"down_proj"})
-    assert config.modules_to_save == ["norm"]
-    assert adapter(peft_method="ia3", ia3_target_modules=["all-linear"]).target_modules == "all-linear"
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"peft_method": "IA3"}, "peft_method='IA3' is not known; set it to one of lora, ia3"),
-        (
-            {"peft_method": "ia3", "lora_r": 8, "use_rslora": True},
-            "peft_method='ia3' has no use for lora_r=8, use_rslora=True; leave that out, or set peft_method to 'lora'",
-        ),
-        ({"ia3_target_modules": ["k_proj"]}, r"peft_method='lora' has no use for ia3_target_modules=\['k_proj'\]; "),
-        (
-            {"peft_method": "ia3", "ia3_feedforward_modules": ["down_proj"]},
-            "ia3_feedforward_modules names down_proj, which ia3_target_modules does not; name them in both",
-        ),
-    ],
-)
-def test_flags_of_another_adapter(settings, text):
-    pytest.importorskip("peft")
-    with pytest.raises(ValueError, match=text):
-        adapter(**settings)
 
 
 def test_quantized_weights():

@@ -71,7 +71,6 @@ class ModelArguments:
 
     # --- Adapter and quantization ---
     use_peft: bool = _option(False, "Train an adapter instead of all weights.")
-    peft_method: str = _option("lora", "Adapter method: lora or ia3.")
     lora_r: int = _option(16, "LoRA: rank.")
     lora_alpha: int = _option(32, "LoRA: scale, divided by the rank.")
     lora_dropout: float = _option(0.05, "LoRA: dropout probability.")
@@ -86,14 +85,6 @@ class ModelArguments:
     lora_task_type: str = _option("CAUSAL_LM", "LoRA: task type written into the adapter's configuration.")
     use_rslora: bool = _option(False, "LoRA: scale by the square root of the rank.")
     use_dora: bool = _option(False, "LoRA: train magnitude and direction separately (DoRA).")
-    ia3_target_modules: list[str] | None = _option(
-        None, "IA3: modules to adapt, or all-linear; unset: the architecture's usual ones."
-    )
-    ia3_feedforward_modules: list[str] | None = _option(
-        None,
-        "IA3: target modules whose input is scaled instead of their output; unset: the architecture's usual ones.",
-    )
-    ia3_modules_to_save: list[str] | None = _option(None, "IA3: modules trained in full and saved with the adapter.")
     load_in_8bit: bool = _option(False, "Load the weights in 8 bits (bitsandbytes) and train an adapter.")
     load_in_4bit: bool = _option(False, "Load the weights in 4 bits (bitsandbytes) and train an adapter.")
     bnb_4bit_quant_type: str = _option("nf4", "4 bits: data type, nf4 or fp4.")

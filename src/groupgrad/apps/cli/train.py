@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,18 @@ from groupgrad.models.model_names import check_model_name
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.spelling import did_you_mean
 
-_ADAPTER_FLAGS: dict[str, dict[str, str]] = {
-    "lora": {
-        "lora_r": "r",
-        "lora_alpha": "lora_alpha",
-        "lora_dropout": "lora_dropout",
-        "lora_target_modules": "target_modules",
-        "lora_target_parameters": "target_parameters",
-        "lora_modules_to_save": "modules_to_save",
-        "lora_task_type": "task_type",
-        "use_rslora": "use_rslora",
-        "use_dora": "use_dora",
-    },
-    "ia3": {
-        "ia3_target_modules": "target_modules",
-        "ia3_feedforward_modules": "feedforward_modules",
-        "ia3_modules_to_save": "modules_to_save",
-    },
+_LORA_FLAGS = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+    "lora_target_parameters": "target_parameters",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_task_type": "task_type",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
 }
-"""Adapter method -> its flags, and the arguments of peft's configuration that they set."""
+"""Flag -> the argument of peft's configuration that it sets."""
 
 parser = train_parser
 """Makes the parser of this command."""
@@ -218,36 +211,15 @@ def take_model_options(model: ModelArguments, config: GRPOConfig) -> str:
 
 
 def peft_config(model: ModelArguments) -> Any:
-    """Returns peft's configuration of the adapter, or None without `use_peft`. ValueError for an unknown method, and
-    for flags of another method."""
-    method = model.peft_method
+    """Returns peft's configuration of the adapter, or None without `use_peft`."""
     if not model.use_peft:
-        flags = ("peft_method", *_ADAPTER_FLAGS["lora"], *_ADAPTER_FLAGS["ia3"])
-        _warn_of_unused(model, flags, "without use_peft; set use_peft to train an adapter")
+        _warn_of_unused(model, tuple(_LORA_FLAGS), "without use_peft; set use_peft to train an adapter")
         return None
-    if method not in _ADAPTER_FLAGS:
-        raise ValueError(f"peft_method={method!r} is not known; set it to one of {', '.join(_ADAPTER_FLAGS)}")
-    for other, flags in _ADAPTER_FLAGS.items():
-        if other != method and (unused := _changed(model, flags)):
-            raise ValueError(
-                f"peft_method={method!r} has no use for {', '.join(unused)}; leave that out, or set peft_method to "
-                f"{other!r}"
-            )
     compat.require("peft", "use_peft")
-    from peft import IA3Config, LoraConfig
+    from peft import LoraConfig
 
-    values = {key: _adapter_value(model, flag) for flag, key in _ADAPTER_FLAGS[method].items()}
-    kwargs = {key: value for key, value in values.items() if value not in (None, [])}
-    if method == "ia3":
-        targets = kwargs.get("target_modules", [])
-        alone = [name for name in kwargs.get("feedforward_modules", []) if name not in targets]
-        if alone and targets != "all-linear":  # peft would ignore them
-            raise ValueError(
-                f"ia3_feedforward_modules names {', '.join(alone)}, which ia3_target_modules does not; name them in "
-                "both"
-            )
-        return IA3Config(**{"task_type": "CAUSAL_LM", **kwargs})
-    return LoraConfig(**kwargs)
+    values = {key: _adapter_value(model, flag) for flag, key in _LORA_FLAGS.items()}
+    return LoraConfig(**{key: value for key, value in values.items() if value not in (None, [])})
 
 
 def _adapter_value(model: ModelArguments, flag: str) -> Any:
@@ -259,14 +231,9 @@ def _adapter_value(model: ModelArguments, flag: str) -> Any:
     return "all-linear" if names == ["all-linear"] else names
 
 
-def _changed(model: ModelArguments, flags: Iterable[str]) -> list[str]:
-    """Lists the flags that differ from their default, with their values."""
-    return [f"{name}={getattr(model, name)!r}" for name in changed(model, flags)]
-
-
 def _warn_of_unused(model: ModelArguments, flags: Sequence[str], why: str) -> None:
     """Names in one warning the flags that are set without effect."""
-    if unused := _changed(model, flags):
+    if unused := [f"{name}={getattr(model, name)!r}" for name in changed(model, flags)]:
         warnings.warn(f"no effect: {', '.join(unused)} {why}")
 
 

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from groupgrad.activity import Timings
-from groupgrad.apps.demo.curves import plot_rewards
 from groupgrad.apps.demo.task import (
     MAX_COMPLETION_LENGTH,
     correctness_reward,
@@ -158,6 +157,27 @@ def train_and_report(trainer: GRPOTrainer, command: dict[str, Any] | None, timin
         plot_rewards(history, output_dir / "rewards.png")
     before, after = (answers(output_dir, step, trainer.rewards.names[0]) for step in (0, args.max_steps))
     return report(before, after, timings, output_dir, promise)
+
+
+def plot_rewards(log_history: list[dict[str, float]], path: Path) -> None:
+    """Draws the rewards of training and evaluation and the lengths of completions over the steps, as a PNG."""
+    from matplotlib.figure import Figure
+
+    events = pd.DataFrame(log_history).set_index("step")
+    figure = Figure(figsize=(8.0, 5.6), dpi=150, layout="constrained")
+    rewards, lengths = figure.subplots(2, 1, sharex=True, height_ratios=[5, 3])
+    for axis, key, style, label in (
+        (rewards, "reward", "-", "training"),
+        (rewards, "eval_reward", "o--", "held-out questions"),
+        (lengths, "completions/mean_length", "-", "training"),
+    ):
+        points = events[key].dropna()
+        axis.plot(points.index, points, style, label=label)
+    rewards.set_ylabel("mean reward")
+    rewards.legend()
+    lengths.set_ylabel("tokens of a completion")
+    lengths.set_xlabel("optimizer step")
+    figure.savefig(path)
 
 
 def answers(output_dir: Path, step: int, reward: str) -> pd.DataFrame:
