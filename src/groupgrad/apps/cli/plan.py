@@ -9,19 +9,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
 from groupgrad.apps.cli.parsing import TrainParser, given_fields, take_run_of
-from groupgrad.apps.plan import shapes
-from groupgrad.apps.plan.fitting import choices, fitting_with_server, recommended, smallest_device, vllm_share
-from groupgrad.apps.plan.memory import OPTIMIZER_BYTES, Colocate, RunSizes
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.settings import mapping
-from groupgrad.integrations.vllm.colocate_start import check_tensor_parallel
+from groupgrad.imports import quick_imports
+
+if TYPE_CHECKING:
+    from groupgrad.apps.plan.memory import RunSizes
 
 _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "context", "peak")
 
@@ -113,6 +113,11 @@ parser = PlanParser
 
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
+    with quick_imports():
+        from groupgrad.apps.plan import shapes
+        from groupgrad.apps.plan.fitting import choices, recommended
+        from groupgrad.integrations.vllm.colocate_start import check_tensor_parallel
+
     options = _options(argv)
     try:
         sizes = _run_sizes(options)
@@ -166,6 +171,8 @@ def _complete(options: argparse.Namespace) -> None:
 
     ValueError for options that cannot be planned for.
     """
+    from groupgrad.apps.plan.memory import OPTIMIZER_BYTES
+
     for name in _COUNTS:
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} is no count; give 1 or more")
@@ -224,6 +231,8 @@ def _sharding(options: argparse.Namespace) -> str | None:
 
 def _run_sizes(options: argparse.Namespace) -> RunSizes:
     """The sizes and choices of a run that the options stand for."""
+    from groupgrad.apps.plan.memory import Colocate, RunSizes
+
     is_half, on_gpu = options.dtype == "bfloat16", not options.use_cpu
     by_autocast = options.fp16 or (on_gpu if options.bf16 is None else options.bf16)
     step_rows, generation_rows = _batches(options)
@@ -329,6 +338,8 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
 
 def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
     """Says what to set, or that nothing fits, and what fits with a vLLM server."""
+    from groupgrad.apps.plan.fitting import fitting_with_server, smallest_device
+
     served = fitting_with_server(shape, sizes, device)
     further = (
         [] if served is None else [f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits."]
@@ -369,6 +380,8 @@ def _start(sizes: Any) -> str:
 
 def _vllm_beside(shape: Any, best: Any, device: int) -> str:
     """The settings of a vLLM on the training devices, or why there is none."""
+    from groupgrad.apps.plan.fitting import vllm_share
+
     is_refused = best.sizes.sharding == "fsdp2"
     share = None if is_refused else vllm_share(shape, best.sizes, device)
     if share is not None:
