@@ -15,8 +15,7 @@ import torch
 
 from groupgrad import dist
 from groupgrad.apps.check.round_findings import before_training, round_findings
-from groupgrad.apps.check.round_memory import Usage, fullest
-from groupgrad.apps.check.small_round import Round
+from groupgrad.apps.check.small_round import Round, Usage, fullest
 from groupgrad.apps.cli import check
 from groupgrad.apps.cli.check import as_text, in_numbers
 from groupgrad.apps.cli.main import main

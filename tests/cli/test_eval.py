@@ -14,8 +14,8 @@ import pytest
 from datasets import Dataset
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.apps.cli.eval import recorded_fields
 from groupgrad.apps.cli.main import main
-from groupgrad.apps.cli.recorded import recorded_fields
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.view.evaluations import compared
 

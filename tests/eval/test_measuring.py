@@ -13,7 +13,7 @@ from forked_ranks import on_ranks
 from three_tokens import check_against_enumeration, starts_with_a, token_ids
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.apps.eval import measuring, report
+from groupgrad.apps.eval import measuring, results
 from groupgrad.apps.eval.results import Evaluation
 
 ROWS = Dataset.from_list([{"prompt": text, "level": len(text)} for text in ("ab", "c", "1+1=", "xyz", "7")])
@@ -34,7 +34,7 @@ def trainer_of(make_model: Any, tokenizer: Any, tmp_path: Path) -> Callable[...,
 
 
 def evaluate(trainer: GRPOTrainer, rows: Any = ROWS, **options: Any) -> Evaluation:
-    settings = dict.fromkeys((*report.SAMPLING, "by", "seed"))
+    settings = dict.fromkeys((*results.SAMPLING, "by", "seed"))
     return measuring.evaluate(trainer, rows, "model", settings, **{"answers": None, "by": None, **options})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupgrad.apps.eval import report, results
+from groupgrad.apps.eval import results
 from groupgrad.apps.eval.results import Evaluation
 from groupgrad.evaluation.prompt_numbers import Measure, PromptResult, means, numbers_of_prompts
 
@@ -32,7 +32,7 @@ def prompt(rewards: list[float], answers: list[str | None] | None = None, **chan
 
 
 def evaluation(*prompts: PromptResult, **settings: Any) -> Evaluation:
-    known: dict[str, Any] = dict.fromkeys(report.SAMPLING)
+    known: dict[str, Any] = dict.fromkeys(results.SAMPLING)
     known |= {"dataset": "rows.jsonl", "seed": 42, "rewards": ["one"], "by": None, "num_generations": 4}
     return Evaluation("model", {**known, **settings}, list(prompts), 1.5)
 
@@ -68,7 +68,7 @@ def test_completions_without_a_reward_are_left_out() -> None:
     assert numbers["pass@1"][0] == 0.5 and all(map(math.isnan, numbers["pass@3"]))
     found = means(numbers)
     assert (found["reward"].mean, found["reward"].prompts, found["pass@3"].prompts) == (0.5, 1, 0)
-    shown = report.report(both, Measure((1, 3)))
+    shown = results.report(both, Measure((1, 3)))
     assert "reward: 1 prompts have too few scored completions and are left out" in shown
     assert "pass@3: 2 prompts have too few scored completions" in shown
 
@@ -85,7 +85,7 @@ def test_means_by_a_column_are_in_the_order_of_its_values() -> None:
     found = results.means_by_column(both, numbers_of_prompts(both.prompts, Measure()))
     assert {value: part["reward"].mean for value, part in found.items()} == {"9": 0.0, "10": 0.75, "easy": 0.0}
     assert list(found) == ["9", "10", "easy"]
-    rows = [line.split()[:3] for line in report.report(both, Measure()).splitlines()[-4:]]
+    rows = [line.split()[:3] for line in results.report(both, Measure()).splitlines()[-4:]]
     assert rows == [["level", "prompts", "reward"], ["9", "1", "0"], ["10", "2", "0.75"], ["easy", "1", "0"]]
 
 
@@ -96,7 +96,7 @@ def test_a_comparison_by_hand() -> None:
     found = results.compare(here, there, Measure())["reward"]
     assert (found.here, found.there, found.difference.mean) == pytest.approx((1 / 2, 1 / 6, 1 / 3))
     assert found.p == 0.5 and (found.difference.low, found.difference.high) == (0.0, 0.5)
-    shown = report.comparison(here, there, results.compare(here, there, Measure()))
+    shown = results.comparison(here, there, results.compare(here, there, Measure()))
     assert "settings that differ, here and there: temperature None and 0.5" in shown
     row = next(line for line in shown.splitlines() if line.startswith("reward"))
     assert row.split() == ["reward", "0.5", "0.1667", "0.3333", "0", "to", "0.5", "0.5"]

@@ -16,8 +16,7 @@ import pytest
 from synthetic_run import HOSTILE, change_columns, write_run
 
 from groupgrad.apps.cli.main import main
-from groupgrad.apps.runs.followed_files import steps_made
-from groupgrad.apps.runs.run_folder import NoRun, RunFolder
+from groupgrad.apps.runs.run_folder import NoRun, RunFolder, steps_made
 from groupgrad.apps.runs.selection import Selection
 from groupgrad.run_folder.run_files import LineFile
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from groupgrad.apps.runs.followed_files import read_lines_from
+from groupgrad.apps.runs.run_folder import read_lines_from
 from groupgrad.run_folder.run_files import LineFile, WriteBehind, read_lines
 
 

@@ -15,8 +15,7 @@ import pytest
 from datasets import Dataset
 
 from groupgrad.apps.check.round_findings import _rewards
-from groupgrad.apps.check.round_memory import Usage
-from groupgrad.apps.check.small_round import Round
+from groupgrad.apps.check.small_round import Round, Usage
 
 INF, NAN = math.inf, math.nan
 

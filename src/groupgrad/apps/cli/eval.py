@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
+import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from groupgrad.apps.cli.check import print_on_main, quiet_settings
 from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
 from groupgrad.apps.cli.launch import add_flags
-from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
-from groupgrad.apps.cli.recorded import recorded_fields, run_file
-from groupgrad.config.settings import mapping
+from groupgrad.apps.cli.parsing import Parsed, TrainParser, given_fields, parse, train_parser
+from groupgrad.checkpoints.saving import step_of
+from groupgrad.config.hidden_secrets import HIDDEN
+from groupgrad.config.settings import GRPOSettings, mapping
+from groupgrad.run_folder import run_files
 
 if TYPE_CHECKING:
     from groupgrad.apps.eval.results import Evaluation
@@ -152,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parsed = _parsed(argv)
     from groupgrad import dist
-    from groupgrad.apps.eval import report, results
+    from groupgrad.apps.eval import results
     from groupgrad.evaluation.prompt_numbers import Measure
 
     flags = parsed.flags
@@ -175,16 +180,16 @@ def main(argv: Sequence[str]) -> int:
             return refuse("eval", error)
         try:
             here = evaluated()
-            print_on_main("\n".join(report.report(one, measure) for one in here))
+            print_on_main("\n".join(results.report(one, measure) for one in here))
             write()
             if len(models) > 1:
                 del evaluated
                 gc.collect()  # trainers are in cycles, and the next model needs the memory
                 there = _prepare(_parsed(argv), models[1], folder, here)()
-                print_on_main("\n" + "\n".join(report.report(one, measure) for one in there))
+                print_on_main("\n" + "\n".join(results.report(one, measure) for one in there))
             if there is not None:
                 differences = [results.compare(*both, measure) for both in zip(here, there)]
-                print_on_main("".join("\n" + report.comparison(*parts) for parts in zip(here, there, differences)))
+                print_on_main("".join("\n" + results.comparison(*parts) for parts in zip(here, there, differences)))
                 write(differences)
         except (ValueError, OSError) as error:
             return refuse("eval", error, 1)
@@ -319,3 +324,66 @@ def _rows(rows: Any, by: str | None) -> Any:
     if by is not None and by not in rows.column_names:
         raise ValueError(f"--by {by}: the data set has no such column, only {', '.join(rows.column_names)}")
     return rows
+
+
+_PATHS = ("dataset_name", "dataset_test_name", "reward_model_name_or_path", "image_root")
+"""Fields that may be paths from the folder in which the run was started."""
+_INHERITED = ("seed", "bf16", "fp16", "use_cpu")
+"""Settings of transformers that an evaluation takes from a run."""
+
+
+def run_file(model: str) -> Path | None:
+    """The record of the run that made a model or a checkpoint; None for any other model."""
+    folder = Path(model)
+    file = (folder.parent if step_of(folder) >= 0 else folder) / run_files.CONFIG
+    return file if file.is_file() else None
+
+
+def recorded_fields(model: str) -> dict[str, Any]:
+    """The values of fields that the run of a model or a checkpoint was given; empty for any other model.
+
+    A run of a Python script has recorded its settings and the names of its reward functions, but not its data.
+    """
+    file = run_file(model)
+    if file is None:
+        return {}
+    record = json.loads(file.read_text(encoding="utf-8"))
+    command = record.get("command") or {}
+    is_of_fields = "argv" in command and command.get("name") != "demo"
+    found = _of_command(command, f"{file}: ") if is_of_fields else _of_settings(record)
+    return {name: value for name, value in found.items() if HIDDEN not in str(value)}
+
+
+def _of_command(command: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """The settings that a command line and its YAML file gave. Functions of their folder can then be imported."""
+    parser, words = train_parser(), command["argv"]
+    content = {key: value for key, value in (command["yaml"] or {}).items() if key != "env"}
+    parser.take_run(content, origin)
+    settings = parser.parse_known_args(words)[0].set or []
+    parser.take_settings(settings, words)
+    known, _ = parser.parse_known_args(words)
+    found = {name: getattr(known, name) for name in given_fields(parser, words, settings, content)}
+    start = command["folder"]
+    if start != os.getcwd():
+        sys.path.append(start)
+        found |= {name: _from(start, found[name]) for name in _PATHS if name in found}
+    return found
+
+
+def _from(start: str, value: Any) -> Any:
+    """A path as it is seen from here, if `value` or each of its items is one from `start`."""
+    if isinstance(value, list):
+        return [_from(start, item) for item in value]
+    name, equals, path = value.rpartition("=") if isinstance(value, str) else ("", "", None)
+    return f"{name}{equals}{Path(start, path)}" if path and Path(start, path).exists() else value
+
+
+def _of_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a script's run that differ from their defaults, and the names of its reward functions."""
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOSettings)}
+    found = {
+        name: value
+        for name, value in record["settings"].items()
+        if name in _INHERITED or (name in defaults and value != defaults[name])
+    }
+    return found | {"reward_funcs": record["reward_functions"], "eval_reward_funcs": record["eval_reward_functions"]}

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         paths = RunPaths(arguments.runs or ["."])
         sweeps = _panels(paths.sweeps)
         if arguments.export is not None:
-            from groupgrad.apps.view.static_report import write_report
+            from groupgrad.apps.view.page_files import write_report
 
             write_report(paths.runs(), arguments.export, sweeps)
             print(f"{arguments.export} holds {_names(paths)}; it needs no server")

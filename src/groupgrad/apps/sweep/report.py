@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.apps.runs.followed_files import steps_made
+from groupgrad.apps.runs.run_folder import steps_made
 from groupgrad.apps.sweep import compare
 from groupgrad.apps.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
 from groupgrad.run_folder.run_lock import is_trained

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.runs.selection import Selection
 from groupgrad.apps.view import LOCAL_HOSTS, evaluations, page_files, views
-from groupgrad.apps.view.sweep_panel import SweepPanel, read_command
+from groupgrad.apps.view.views import SweepPanel
 from groupgrad.run_folder.rollout_table import TRAINING
 from groupgrad.run_folder.run_files import finite
 
@@ -35,6 +35,8 @@ FILES: dict[str, tuple[str, Callable[[], str]]] = {
     "index.html": ("text/html", lambda: page_files.text("index.html")),
 }
 """Type and text of the files that are served, by name: nothing else of the disk is."""
+KINDS = ("stop", "resume", "clone", "delete")
+"""Commands for the arms of a sweep."""
 COOKIE = "groupgrad_token"
 QUIET_S = 0.8
 """Time after an answer in which the page probably asks for more, so that nothing else is read."""
@@ -203,6 +205,20 @@ def _commands(sweeps: Sequence[SweepPanel], token: str | None) -> Callable[[Requ
             return _json({"text": str(error), "refused": True})
 
     return command
+
+
+def read_command(content_type: str, body: bytes) -> dict[str, Any]:
+    """The arguments of `SweepPanel.act` for the command of a request. ValueError if it is no command, or if its content
+    type is not JSON: pages of other sites can send other types without the browser asking this server first."""
+    if content_type.partition(";")[0].strip() != "application/json":
+        raise ValueError(f"a command is JSON, and this is {content_type or 'nothing'}; send application/json")
+    given = json.loads(body)
+    if not isinstance(given, dict) or given.get("kind") not in KINDS:
+        raise ValueError(f"a command has one of the kinds {', '.join(KINDS)}")
+    arm, settings = given.get("arm"), given.get("set", [])
+    if type(arm) is not int or not isinstance(settings, list):
+        raise ValueError(f"arm={arm!r}, set={settings!r}: a command has the number of an arm and a list of KEY=VALUE")
+    return {"kind": given["kind"], "arm": arm, "settings": settings, "from_weights": bool(given.get("from_weights"))}
 
 
 def _read_all(runs: Sequence[RunFolder], requests: OpenRequests) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from groupgrad.apps.runs.run_folder import RunFolder, with_words
 from groupgrad.apps.runs.selection import Selection
 from groupgrad.apps.view import evaluations
-from groupgrad.apps.view.sweep_panel import SweepPanel
 from groupgrad.run_folder.advice import advice
 from groupgrad.run_folder.rollout_table import TRAINING
 
@@ -23,6 +22,19 @@ REPORT_GROUPS, REPORT_EVAL_GROUPS = 40, 10
 """Groups of rollouts in a static report: of the training of each run, and of each of its evaluations."""
 REPORT_IMAGE_BYTES = 32 * 2**20
 """Images of these rollouts in a static report, at most, for each run."""
+
+
+class SweepPanel(Protocol):
+    """A sweep whose arms the page lists and gives commands to."""
+
+    def table(self) -> dict[str, Any]:
+        """Its arms, what it has cost and the last commands, as plain types for JSON."""
+        ...
+
+    def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
+        """Gives a command and returns the message for the user. `settings` are `KEY=VALUE`, the changes of a clone.
+        ValueError, with the reason, if it is refused."""
+        ...
 
 
 def heading(run: RunFolder) -> dict[str, Any]:
