@@ -1,4 +1,4 @@
-"""Sweeps from a script: halving, failures, commands between turns, clones, sharing, Optuna."""
+"""Sweeps from a script: halving, failures, commands between turns, clones."""
 
 from __future__ import annotations
 
@@ -199,16 +199,6 @@ def test_an_unknown_metric_is_reported(make_sweep):
     results = make_sweep(RATES, metric="letter_reward").run()
     assert [result.state for result in results] == ["failed", "failed"]
     assert "set it to reward, or to one of letters_reward" in results[0].reason
-
-
-@pytest.mark.slow
-def test_optuna_proposes_arms_from_earlier_results(make_sweep, tmp_path):
-    pytest.importorskip("optuna")
-    vary = {"learning_rate": {"range": [1e-3, 3e-2], "scale": "log"}, "loss_type": ["grpo", "dapo"]}
-    results = make_sweep(vary, sample={"optuna": 3, "parallel": 2}, args={"max_steps": 2}).run()
-    assert [result.state for result in results] == ["done"] * 3
-    assert len({result.changes["learning_rate"] for result in results}) == 3
-    assert [arm.cohort for arm in Store(tmp_path / "sweep").arms()] == [1, 1, 2]
 
 
 @pytest.mark.slow

@@ -149,8 +149,6 @@ def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None], devices:
         except (ValueError, TypeError, ImportError) as error:
             problem, num_bad = f"  cannot work: {error}", num_bad + 1
         print(f"{plan.name_of(place, changes)}{problem}")
-    if plan.sample.kind == "optuna":
-        print(f"{plan.sample.num} arms that Optuna proposes, {plan.sample.parallel} at a time")
     if devices:
         print(f"\nEach of these would train arms in a worker process: {', '.join(devices)}")
     print("\nNothing was trained.")

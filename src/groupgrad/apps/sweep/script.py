@@ -41,7 +41,7 @@ class Sweep:
             `reward_funcs`, a mapping of names to values.
         args: the fields of `GRPOConfig` that all arms begin with.
         arms: single arms beside those of `vary`, each a mapping of what it changes.
-        sample: "grid", `{"random": 16}` or `{"optuna": 16}`.
+        sample: "grid" or `{"random": 16}`.
         halving: True or a mapping for successive halving; None trains all arms to their end.
         metric: what arms are compared by, "reward" or the name of a reward function.
         turn_steps: steps of an arm's turn; None chooses them by the cost of switching.

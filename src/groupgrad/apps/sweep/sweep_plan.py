@@ -11,14 +11,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from groupgrad import compat
 from groupgrad.apps.sweep.store import Arm, Store
 from groupgrad.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from groupgrad.apps.sweep.factory import ArmFactory
 
-_RANGE_KEYS = ("range", "num", "step", "scale")
+_RANGE_KEYS = ("range", "num", "scale")
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,8 +47,8 @@ class Range:
     def grid(self) -> tuple[Any, ...]:
         """ValueError: a grid needs single values."""
         raise ValueError(
-            f"the range from {self.low:g} to {self.high:g} has no single values to make a grid of; add num (how many) "
-            "or step, or set sample to random or optuna"
+            f"the range from {self.low:g} to {self.high:g} has no single values to make a grid of; add num (how "
+            "many), or set sample to random"
         )
 
     def draw(self, rng: random.Random) -> Any:
@@ -96,22 +95,11 @@ def _read_range(field: str, given: Mapping[str, Any]) -> Choices:
     low, high = ends
     if scale == "log" and low <= 0:
         raise ValueError(f"vary: {field} has scale=log and begins at {low:g}; a logarithm needs numbers above 0")
-    num, step = given.get("num"), given.get("step")
-    if num is not None and step is not None:
-        raise ValueError(f"vary: {field} has num and step; set one of them")
+    num = given.get("num")
     is_whole = all(isinstance(end, int) for end in ends)
-    if step is not None:
-        return Values(_stepped(field, low, high, step, scale))
     if num is not None:
         return Values(_evenly_spaced(field, low, high, num, scale == "log", is_whole))
     return Range(low, high, scale == "log", is_whole)
-
-
-def _stepped(field: str, low: float, high: float, step: Any, scale: str) -> tuple[Any, ...]:
-    if not isinstance(step, (int, float)) or step <= 0 or scale == "log":
-        raise ValueError(f"vary: {field} has step={step!r} with scale={scale}; a step is above 0 on a linear scale")
-    count = int((high - low) / step + 1e-9) + 1
-    return tuple(low + index * step if isinstance(step, int) else rounded(low + index * step) for index in range(count))
 
 
 def _evenly_spaced(field: str, low: float, high: float, num: Any, is_log: bool, is_whole: bool) -> tuple[Any, ...]:
@@ -123,7 +111,7 @@ def _evenly_spaced(field: str, low: float, high: float, num: Any, is_log: bool, 
 
 
 KEYS = ("base", "output_dir", "vary", "arms", "sample", "halving", "metric", "turn_steps", "devices")
-SAMPLES = ("grid", "random", "optuna")
+SAMPLES = ("grid", "random")
 MAX_ARMS = 1000
 
 
@@ -133,10 +121,8 @@ class ArmSampling:
 
     kind: str = "grid"
     num: int = 0
-    """Arms of a random sample; trials of Optuna."""
+    """Arms of a random sample."""
     seed: int = 0
-    parallel: int = 4
-    """Trials of Optuna that are trained and compared together, before the next ones are asked for."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -202,7 +188,7 @@ class SweepPlan:
             changes += self._grid()
         elif self.vary and self.sample.kind == "random":
             changes += self._random()
-        if not changes and self.sample.kind != "optuna":
+        if not changes:
             raise ValueError("vary and arms are empty, so there is nothing to compare; name a field and its values")
         if len(changes) > MAX_ARMS:
             raise ValueError(
@@ -235,7 +221,7 @@ class SweepPlan:
 def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
     """Reads a sweep's plan from a mapping of `KEYS`; `base` holds the settings that its key `base` names.
 
-    ValueError, with what to set, if the plan cannot work; ImportError if it needs Optuna, which is missing.
+    ValueError, with what to set, if the plan cannot work.
     """
     _check_names("the sweep", content, KEYS)
     vary = content.get("vary") or {}
@@ -274,9 +260,9 @@ def _read_sample(given: Any, has_choices: bool) -> ArmSampling:
     if isinstance(given, str):
         given = {given: None}
     if not isinstance(given, Mapping):
-        raise ValueError(f"sample={given!r} is not known; set it to grid, {{random: NUMBER}} or {{optuna: NUMBER}}")
+        raise ValueError(f"sample={given!r} is not known; set it to grid or {{random: NUMBER}}")
     kinds = [kind for kind in SAMPLES if kind in given]
-    _check_names("sample", given, (*SAMPLES, "seed", "parallel"))
+    _check_names("sample", given, (*SAMPLES, "seed"))
     if len(kinds) != 1:
         raise ValueError(f"sample={dict(given)!r} names {len(kinds)} kinds; name one of {', '.join(SAMPLES)}")
     kind, num = kinds[0], given[kinds[0]]
@@ -286,12 +272,10 @@ def _read_sample(given: Any, has_choices: bool) -> ArmSampling:
         raise ValueError(f"sample: {kind}={num!r} is no number of arms; set it to how many are to be trained")
     if not has_choices:
         raise ValueError(f"sample is {kind}, but vary is empty; name the fields to vary")
-    if kind == "optuna":
-        compat.require("optuna", "sample: optuna")
-    seed, parallel = given.get("seed", 0), given.get("parallel", 4)
-    if not isinstance(seed, int) or not isinstance(parallel, int) or parallel < 1:
-        raise ValueError(f"sample: seed={seed!r} and parallel={parallel!r}; both are whole numbers, parallel from 1 on")
-    return ArmSampling(kind, num, seed, parallel)
+    seed = given.get("seed", 0)
+    if not isinstance(seed, int):
+        raise ValueError(f"sample: seed={seed!r} is no whole number")
+    return ArmSampling(kind, num, seed)
 
 
 def _read_halving(given: Any) -> Halving | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import astuple
@@ -19,7 +18,7 @@ from groupgrad.apps.sweep.device_workers import LOST, Device, DeviceWorkers, fin
 from groupgrad.apps.sweep.factory import ArmFactory
 from groupgrad.apps.sweep.report import steps_so_far
 from groupgrad.apps.sweep.store import FAILED, WAITING, Arm, Decision, Store
-from groupgrad.apps.sweep.sweep_plan import Choices, Range, SweepPlan, merged, rounded
+from groupgrad.apps.sweep.sweep_plan import SweepPlan, merged
 from groupgrad.run_folder.run_lock import locked
 
 logger = logging.getLogger(__name__)
@@ -90,10 +89,9 @@ class Sweeper:
         while True:
             self._settle()
             arm = self._next()
-            if arm is not None:
-                self._turn(arm)
-            elif not self._ask():
+            if arm is None:
                 return
+            self._turn(arm)
 
     def _run_on_devices(self) -> None:
         """Stopped, after the checkpoints of all arms in progress, if a signal has come."""
@@ -107,7 +105,7 @@ class Sweeper:
                 if signal is None:
                     for arm, device in workers.hand_out(ready_arms(self.plan, self.store)):
                         self._announce(arm, device)
-                    if not workers.busy and not self._ask():
+                    if not workers.busy:
                         return
                 elif workers.busy:
                     workers.stop_turns()
@@ -202,76 +200,8 @@ class Sweeper:
             where = rung + 1, row.after + 1, row.step, names[row.arm]
             logger.info("rung %d (steps %d-%d), arm %s: %s", *where, row.text)
 
-    def _ask(self) -> bool:
-        """Adds the next trials of Optuna; False if the sweep has had all of its arms."""
-        arms = self.store.arms()
-        cohort = max((arm.cohort for arm in arms), default=0) + 1
-        asked = ask_trials(self.plan, self.store)
-        start = self.store.num_arms() + 1
-        self.store.add_arms(
-            [(self.plan.name_of(start + i, changes), cohort, changes) for i, changes in enumerate(asked)]
-        )
-        return bool(asked)
-
     # ---------------------------------------------------------------------------------------------------- commands
 
     def apply_commands(self, busy: Collection[int] = ()) -> dict[int, str]:
         """`commands.apply_commands` for this sweep."""
         return apply_commands(self.store, lambda: (self.plan, self.factory), busy)
-
-
-def ask_trials(plan: SweepPlan, store: Store) -> list[dict[str, Any]]:
-    """The changes of the next arms, made from all results so far; none once there are as many as asked for.
-
-    The sampler (TPE) is seeded by the number of trials so far, so a sweep that was killed asks for the same ones.
-    """
-    if plan.sample.kind != "optuna":
-        return []
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    trials = [arm for arm in store.arms() if arm.cohort > 0 and arm.parent is None]
-    num_new = min(plan.sample.parallel, plan.sample.num - len(trials))
-    if num_new <= 0:
-        return []
-    sampler = optuna.samplers.TPESampler(seed=plan.sample.seed + len(trials), constant_liar=True)
-    study = optuna.create_study(direction="maximize", sampler=sampler)
-    spaces = {name: _distribution(choices) for name, choices in plan.vary.items()}
-    for arm in trials:
-        study.add_trial(_known_trial(arm, plan, store, spaces))
-    asked = []
-    for _ in range(num_new):
-        values = study.ask(spaces).params
-        asked.append({name: _value(choices, values[name]) for name, choices in plan.vary.items()})
-    return asked
-
-
-def _distribution(choices: Choices) -> Any:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    if isinstance(choices, Range):
-        kind = IntDistribution if choices.is_whole else FloatDistribution
-        return kind(choices.low, choices.high, log=choices.is_log)  # pyright: ignore[reportArgumentType]
-    return CategoricalDistribution([json.dumps(value) for value in choices.values])
-
-
-def _value(choices: Choices, asked: Any) -> Any:
-    """The value of a field that Optuna's parameter stands for."""
-    if isinstance(choices, Range):
-        return asked if choices.is_whole else min(choices.high, max(choices.low, rounded(asked)))
-    return json.loads(asked)
-
-
-def _known_trial(arm: Arm, plan: SweepPlan, store: Store, spaces: dict[str, Any]) -> Any:
-    """An arm as a trial: its value is the mean reward of the last fifth of its steps."""
-    from optuna.trial import TrialState, create_trial
-
-    names = plan.vary
-    params = {
-        name: arm.changes[name] if isinstance(names[name], Range) else json.dumps(arm.changes[name]) for name in names
-    }
-    steps = store.rewards(arm.id, arm.step - max(1, arm.step // 5), arm.step)
-    value = compare.mean(steps, plan.metric) if steps else math.nan
-    if arm.state == FAILED or not math.isfinite(value):
-        return create_trial(params=params, distributions=spaces, state=TrialState.FAIL)
-    return create_trial(params=params, distributions=spaces, value=value)
