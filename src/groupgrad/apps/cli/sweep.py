@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
@@ -177,8 +176,12 @@ def _act(arguments: argparse.Namespace) -> int:
     if arguments.what == "clone":
         if not changes and not arguments.from_weights:
             raise ValueError("a clone without changes is the same arm; give --set KEY=VALUE or --from-weights")
-        with in_folder(store.fact("started_in")):
-            _check(store, merged(store.fact("base"), {**arm.changes, **changes}), is_command_line)
+        if is_command_line:  # a script's own process checks its clones
+            with quick_imports():
+                from groupgrad.apps.cli.sweep_arms import CommandLineArms
+
+            with in_folder(store.fact("started_in")):
+                CommandLineArms().check(merged(store.fact("base"), {**arm.changes, **changes}))
     command = store.queue(arguments.what, arm.id, changes, arguments.from_weights)
     if is_command_line and _take_at_once(store, command):
         state, message = store.command_state(command)
@@ -214,25 +217,6 @@ def in_folder(folder: str | None) -> Iterator[None]:
         yield
     finally:
         os.chdir(here)
-
-
-def _check(store: Store, settings: dict[str, Any], is_command_line: bool) -> None:
-    """ValueError for settings that no run can have."""
-    with quick_imports():
-        from groupgrad.apps.cli.sweep_arms import CommandLineArms
-        from groupgrad.apps.sweep.factory import ADAPTER_FIELDS, ScriptArms
-        from groupgrad.config import GRPOConfig
-
-    if is_command_line:
-        CommandLineArms().check(settings)
-        return
-    adapter = store.fact(ADAPTER_FIELDS)
-    if adapter is None:
-        settings.pop("peft_config", None)  # of a sweep that has not noted its fields: its own process checks them
-    vary = store.fact("plan")["vary"]
-    labelled = {name: dict.fromkeys(given) for name, given in vary.items() if isinstance(given, list)}
-    labelled = {name: given for name, given in labelled.items() if name not in GRPOConfig.__dataclass_fields__}
-    ScriptArms({"peft_config": SimpleNamespace(**dict.fromkeys(adapter or ()))}, labelled).check(settings)
 
 
 def _take_at_once(store: Store, command_id: int) -> bool:

@@ -11,9 +11,6 @@ from groupgrad.config import GRPOConfig
 from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import GRPOTrainer
 
-ADAPTER_FIELDS = "adapter_fields"
-"""Key of a sweep's store with the names of the fields of `peft_config`, by which commands check a clone."""
-
 
 class ArmFactory(Protocol):
     """Checks the settings of an arm, and makes its trainer."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 
-from groupgrad.apps.sweep.factory import ADAPTER_FIELDS, ScriptArms
+from groupgrad.apps.sweep.factory import ScriptArms
 from groupgrad.apps.sweep.report import Result, results
 from groupgrad.apps.sweep.sweep_plan import read_plan
 from groupgrad.apps.sweep.sweeper import Sweeper
@@ -88,8 +88,6 @@ class Sweep:
             cloudpickle.dumps(factory)  # what cannot be sent to a worker fails before the sweep has a folder
         self._sweeper = Sweeper(plan, output_dir, factory)
         self._sweeper.prepare({**content, "base": {name: str(value) for name, value in (args or {}).items()}})
-        adapter = trainer_arguments.get("peft_config")
-        self._sweeper.store.set_fact(ADAPTER_FIELDS, sorted(vars(adapter)) if adapter is not None else [])
 
     def trainer_of(self, arm: int | str, output_dir: str | Path | None = None) -> GRPOTrainer:
         """Makes a new trainer of an arm, as if it were to train the arm alone, for example for a replay.
