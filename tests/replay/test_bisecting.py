@@ -40,7 +40,7 @@ def test_equal_runs_have_no_difference(clean, tmp_path):
     result = bisect(clean, again)
     assert result.first_step is None and not result.settings
     assert result.known_same == STEPS and result.compared.rows == 8 * STEPS
-    assert [step for step, (count, found) in result.weights.items() if count > 1000 and found is None] == [4, 8, 12]
+    assert result.weights == {4: [], 8: [], 12: []}
     report = bisection_report(result)
     assert "No difference was found." in report and "configuration: the same" in report
 
@@ -111,7 +111,7 @@ def test_checkpoints_alone_leave_steps_open(clean, flipped, tmp_path):
     assert (result.known_same, result.first_step, result.open_steps) == (4, 8, [5, 6, 7])
     report = bisection_report(result)
     assert "weights that it left are not recorded" in report
-    assert re.search(r"checkpoint-8: [\d,]+ weights: [\d,]+ differ, first \S+\[[\d, ]+\]: ", report)
+    assert re.search(r"checkpoint-8: weights differ in \d+ tensors, first \w", report)
 
 
 @pytest.mark.slow

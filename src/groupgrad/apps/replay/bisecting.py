@@ -23,8 +23,8 @@ class Bisection:
     """`the same bits`, `different` or why they are not known."""
     compared: Compared
     last_compared: int = 0
-    weights: dict[int, tuple[int, tuple[int, str, str] | None]] = field(default_factory=dict)
-    """Step of a checkpoint of both → numbers that were compared, and how many differ, where first, and both values."""
+    weights: dict[int, list[str]] = field(default_factory=dict)
+    """Step of a checkpoint of both → names of the tensors that differ."""
     known_same: int = 0
     """The last step after which the weights are known to be the same."""
     first_step: int | None = None
@@ -105,8 +105,8 @@ def _compare_checkpoints(result: Bisection) -> None:
     one, two = result.first.checkpoints, result.second.checkpoints
     last = result.last_compared
     for step in sorted(step for step in one if step in two and step <= last):
-        found = result.weights[step] = compare_weights(one[step], two[step])
-        if found[1] is not None:
+        result.weights[step] = compare_weights(one[step], two[step])
+        if result.weights[step]:
             result.first_step = step if result.first_step is None else min(step, result.first_step)
             return
         result.known_same = max(result.known_same, step)

@@ -232,30 +232,19 @@ def same_bits(first: Any, second: Any) -> bool:
     return type(first) is type(second) and first == second
 
 
-def compare_weights(first: Path, second: Path) -> tuple[int, tuple[int, str, str] | None]:
-    """Compares the weights in two folders: how many numbers, and the count and the first place that differ.
+def compare_weights(first: Path, second: Path) -> list[str]:
+    """Compares the weights in two folders: the names of the tensors that have other bits, or that only one has."""
+    one, two = dict(_tensors(first)), dict(_tensors(second))
+    return [name for name in {**one, **two} if not _equal_bits(one.get(name), two.get(name))]
 
-    The place is a tensor's name and index, and the text holds both values.
-    """
+
+def _equal_bits(first: Any, second: Any) -> bool:
     import torch
 
-    total, differing, place = 0, 0, None
-    one, two = dict(_tensors(first)), dict(_tensors(second))
-    for name in [*one, *(name for name in two if name not in one)]:
-        a, b = one.get(name), two.get(name)
-        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-            differing, place = differing + 1, place or (f"{name}", f"{_form(a)} and {_form(b)}")
-            continue
-        total += a.numel()
-        bits = [tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size()) for tensor in (a, b)]
-        unequal = (bits[0] != bits[1]).any(dim=1)
-        count = int(unequal.sum())
-        if count and place is None:
-            index = int(unequal.nonzero()[0])
-            at = ", ".join(map(str, np.unravel_index(index, a.shape)))
-            place = (f"{name}[{at}]", f"{shown(a.flatten()[index].item())} and {shown(b.flatten()[index].item())}")
-        differing += count
-    return total, None if place is None else (differing, *place)
+    if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    one, two = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(one, two)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -265,10 +254,6 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - the file is no dict
                 yield name, file.get_tensor(name)
-
-
-def _form(tensor: Any) -> str:
-    return "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def compare_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -72,11 +72,10 @@ def _compared_lines(compared: Compared) -> list[str]:
 
 def _weights_lines(result: Bisection) -> list[str]:
     """A line for each checkpoint whose weights were compared."""
-    lines = []
-    for number, (total, found) in result.weights.items():
-        outcome = "the same bits" if found is None else f"{found[0]:,} differ, first {found[1]}: {found[2]}"
-        lines.append(f"  checkpoint-{number}: {total:,} weights: {outcome}")
-    return lines
+    return [
+        f"  checkpoint-{step}: weights {f'differ in {len(names)} tensors, first {names[0]}' if names else 'the same'}"
+        for step, names in result.weights.items()
+    ]
 
 
 def _outcome(compared: Compared, first: str, second: str) -> list[str]:
