@@ -40,7 +40,7 @@ done
     "accelerate": 'echo "$NODE: accelerate $* (key of ${#VLLM_API_KEY})" >> "$COMMANDS"',
 }
 (PLAN_COMMAND,) = re.findall(r"^groupgrad plan (.*)$", SECTION.replace("\\\n", ""), re.MULTILINE)
-PLAN = re.findall(r"^(?:GiB on a device|full, zero3|A vLLM server) .*$", SECTION, re.MULTILINE)
+PLAN = re.findall(r"^(?:GiB on a device|full, zero3) .*$", SECTION, re.MULTILINE)
 """The lines of `groupgrad plan` that the page shows; the slow test compares them with what it prints."""
 SERVING_GIB = re.findall(r"each serving GPU holds ([\d.]+) GiB of weights", SECTION)
 QWEN_72B = {
@@ -102,14 +102,16 @@ def test_the_plan_and_the_server_hold_what_the_script_trains(commands: dict[str,
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "GRPOConfig"
     ]
     set_to = {word.arg: ast.unparse(word.value) for word in config.keywords}
-    options = parser().parse_args(PLAN_COMMAND.split())
-    assert set_to["max_completion_length"] == "4096" == str(options.completion)
-    assert set_to["per_device_train_batch_size"] == str(options.micro_batch)
+    options, _ = parser().parse_known_args(PLAN_COMMAND.split())
+    assert set_to["max_completion_length"] == "4096" == str(options.max_completion_length)
+    assert set_to["per_device_train_batch_size"] == str(options.per_device_train_batch_size)
     assert set_to["gradient_checkpointing"] == "True"
-    assert PLAN[1].endswith(f"{options.micro_batch} (asked for) with checkpointing") and options.devices == 32
+    assert (
+        PLAN[1].endswith(f"{options.per_device_train_batch_size} (asked for) with checkpointing")
+        and options.devices == 32
+    )
     served = vllm_arguments(commands["node-5"][2:-3])
-    assert str(options.vllm_tensor_parallel_size) == served[served.index("--tensor-parallel-size") + 1]
-    assert options.prompt + options.completion <= int(served[served.index("--max-model-len") + 1])
+    assert options.prompt + options.max_completion_length <= int(served[served.index("--max-model-len") + 1])
 
 
 @pytest.mark.slow
@@ -117,7 +119,7 @@ def test_the_plan_of_the_nodes_is_what_the_page_shows(tmp_path: Path, capsys: py
     (tmp_path / "config.json").write_text(json.dumps(QWEN_72B))
     assert main(["plan", *PLAN_COMMAND.replace("Qwen/Qwen2.5-72B", str(tmp_path)).split()]) == 0
     printed = capsys.readouterr().out.splitlines()
-    shown = [line for line in printed if line.startswith(("GiB on a device", "full, zero3", "A vLLM"))]
-    assert [line.rstrip() for line in shown] == PLAN and len(shown) == 3
+    shown = [line for line in printed if line.startswith(("GiB on a device", "full, zero3"))]
+    assert [line.rstrip() for line in shown] == PLAN and len(shown) == 2
     (parameters,) = re.findall(r": ([\d,]+) parameters in", printed[0])
     assert [f"{2 * int(parameters.replace(',', '')) / 8 / 2**30:.2f}"] == SERVING_GIB
