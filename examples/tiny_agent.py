@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.apps.demo.curves import plot_rewards
+from groupgrad.apps.demo.run import plot_rewards
 
 Message = dict[str, Any]
 Demonstrator = Callable[[Random], list[Message]]

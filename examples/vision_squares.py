@@ -43,7 +43,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.utils import logging as transformers_logging
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.apps.demo.curves import plot_rewards
+from groupgrad.apps.demo.run import plot_rewards
 
 MAX_BEFORE, MIN_AFTER = 0.45, 0.85
 """Held-out accuracy, sampled at temperature 1, that the model may have at most before, and must have after."""

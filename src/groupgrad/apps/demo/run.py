@@ -171,8 +171,9 @@ def plot_rewards(log_history: list[dict[str, float]], path: Path) -> None:
         (rewards, "eval_reward", "o--", "held-out questions"),
         (lengths, "completions/mean_length", "-", "training"),
     ):
-        points = events[key].dropna()
-        axis.plot(points.index, points, style, label=label)
+        if key in events:
+            points = events[key].dropna()
+            axis.plot(points.index, points, style, label=label)
     rewards.set_ylabel("mean reward")
     rewards.legend()
     lengths.set_ylabel("tokens of a completion")
