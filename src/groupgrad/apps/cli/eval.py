@@ -20,7 +20,7 @@ from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.parsing import Parsed, TrainParser, given_fields, parse, train_parser
 from groupgrad.checkpoints.saving import step_of
-from groupgrad.config.hidden_secrets import HIDDEN
+from groupgrad.config.grpo_config import HIDDEN
 from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.run_folder import run_files
 

@@ -46,7 +46,7 @@ def _trainer_of(records: RunRecords) -> Any:
     longer there.
     """
     from groupgrad.apps.cli import demo, parsing, train
-    from groupgrad.config.hidden_secrets import HIDDEN
+    from groupgrad.config.grpo_config import HIDDEN
 
     command = records.config.get("command")
     if not command:
