@@ -46,8 +46,9 @@ _CONSIDERED = {
     *("use_vllm", "vllm_mode", "fsdp", "deepspeed"),
 }
 """Fields of a run on which a plan depends."""
-_OF_COLOCATE = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size")
-_OF_COLOCATE = (*_OF_COLOCATE, "vllm_enable_sleep_mode")
+_OF_COLOCATE = (
+    *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode"),
+)
 """Those that it considers with a vLLM on the training devices."""
 
 _OPTIMIZERS = {
