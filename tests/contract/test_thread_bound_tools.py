@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -175,21 +174,3 @@ def test_a_tool_that_fails_on_the_main_thread_too_is_repeated_once(train: Any) -
     assert log["reward"] == 0.0
     assert threads.count(True) == 1
     assert threads.count(False) == 16
-
-
-@pytest.mark.slow
-def test_a_tool_on_the_main_thread_has_a_deadline(train: Any) -> None:
-    def wait_long(number: int) -> str:
-        """Waits.
-
-        Args:
-            number: Which.
-        """
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        time.sleep(0 if number == 7 else 20)
-        return "70"
-
-    began = time.monotonic()
-    log = train(call("wait_long", number=1), {"tool_timeout_s": 0.2}, tools=[wait_long], reward_funcs=found)
-    assert log["tools/timeouts"] == 1.0
-    assert time.monotonic() - began < 15
