@@ -22,7 +22,7 @@ class Late(BaseException):
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What the call returns; Late is raised in it after `seconds`."""
+    """Returns what the call returns. After `seconds` Late is raised in the call."""
     due = time.monotonic() + seconds
     interrupt = Interrupt(lambda: Late() if time.monotonic() >= due else None)
     timer = threading.Timer(seconds, interrupt.throw)

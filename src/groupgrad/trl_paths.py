@@ -29,7 +29,7 @@ _TRAINERS = (
 )
 """Words before `_trainer` and `_config` in the names of its other modules."""
 _INSTEAD = {"generate_rollout_completions": "a rollout_func calls trainer.sample_completions(prompts) (docs/agents.md)"}
-"""What there is instead of names that newer releases of TRL no longer have either."""
+"""Names that newer releases of TRL have dropped too -> what takes their place here."""
 _OF_REWARDS = ("accuracy_rewards", "format_rewards", "other_rewards")
 
 

@@ -106,7 +106,7 @@ def signal_warnings(caplog):
 
 
 def test_a_run_without_a_signal_is_warned_once(make_trainer, train, caplog):
-    """Of its groups without variance after the first step, of ten batches that taught nothing, and never if resumed."""
+    """One warning names its groups without variance, one its ten batches without a gradient; a resumed run has none."""
     settings = {"reward_funcs": constant, "max_completion_length": 40, "per_device_train_batch_size": 16}
     settings |= {"save_strategy": "steps", "save_steps": 12}
     with caplog.at_level(logging.WARNING):

@@ -105,8 +105,7 @@ def save(
         with _agreed(folder):
             if view.leads:
                 _finish(folder, target, Manifest(step, dist.world_size(), digests, **describe()))
-    except Exception:
-        # What killed this process or another is not undone here: the next start sweeps it.
+    except Exception:  # whatever failed, no half checkpoint stays; the next start sweeps one of a killed process
         if view is None or view.leads:
             shutil.rmtree(folder.parent, ignore_errors=True)
         raise

@@ -1,4 +1,4 @@
-"""What surrounds each `train`, `evaluate` and `predict` of a script: checks, and the model as the script gave it."""
+"""Surrounds `train`, `evaluate` and `predict` with checks, and gives the script its model back behind them."""
 
 from __future__ import annotations
 

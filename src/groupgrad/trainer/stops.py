@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class LastStep(TrainerCallback):
-    """Keeps the state before each step, and before the evaluation behind it, for a signal that comes in one of them."""
+    """Keeps the state before each step and each evaluation, to which a signal that comes in one of them goes back."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer

@@ -47,7 +47,7 @@ ON_A_CPU: dict[str, Any] = {
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
 }
-"""Settings of both demos, that of the tiny model and that of the pretrained one."""
+"""Settings that the demo of the tiny model and the demo of the pretrained one share."""
 
 BASE = "base"
 """Folder in that of the run with the model that GRPO starts from, for a replay."""
