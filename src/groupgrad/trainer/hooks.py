@@ -35,9 +35,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,9 +44,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer
-from transformers import trainer as hf_trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
-from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
 from groupgrad.activity import Hung
@@ -59,7 +56,6 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, EngineWithWeights
 from groupgrad.errors import HangError
 from groupgrad.memory.oom_retry import MemoryGuard
-from groupgrad.metrics import latest
 from groupgrad.models.reference import Reference
 from groupgrad.models.shards import is_fully_sharded, is_shard, is_sharded, without_accelerate
 from groupgrad.rewards.reward_runner import RewardRunner
@@ -72,15 +68,13 @@ from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.run_card import write_run_card
 from groupgrad.run_folder.run_lock import locked
-from groupgrad.scoring.attention import unplug, without_cudnn_attention
-from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow, RunState
 from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry, trials_from_present_weights
 from groupgrad.trainer.finite_steps import FiniteSteps
-from groupgrad.trainer.gradients import GradientSums, GradientSync, deterministic_cpu
+from groupgrad.trainer.gradients import GradientSums, GradientSync
 from groupgrad.trainer.hangs import Watch
 from groupgrad.trainer.resuming import Resume, raise_if_missing
 from groupgrad.trainer.run_recorder import RunRecorder
@@ -98,8 +92,6 @@ from groupgrad.trainer.stops import Stops
 from groupgrad.trainer.trl_names import TRLNames, check_overrides
 
 logger = logging.getLogger(__name__)
-
-STEPS_IN_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
 
 
 class Hooks(TRLNames, Trainer):
@@ -153,6 +145,30 @@ class Hooks(TRLNames, Trainer):
     """Averages gradients over ranks; None for a single rank, and where DeepSpeed does it."""
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
     """Completions that rollout functions have asked for in this optimizer step."""
+
+    def _follow_steps(self) -> None:
+        """Adds the callbacks that keep or record a part of the run."""
+        self.changed_options = ChangedOptions(self.args)
+        self.resume = Resume(self)
+        self.saves = Saves(self, self.resume)
+        self.stops = Stops(self, self.saves, self.resume)
+        self._loss_window = LossWindow(self)
+        self.recorder = RunRecorder(self, self.resume, build.build_senders(self.args))
+        self._best_metric = BestMetric(self)
+        watches = StepWatches(self), FirstBatch(self), LearningSignalWatch(self)
+        for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):
+            self.add_callback(callback)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """`Trainer`'s, for a model that this trainer shards itself under FSDP."""
+        plugin, self.args.fsdp_plugin_args = getattr(self.args, "fsdp_plugin_args", None), None
+        try:
+            with without_accelerate():
+                super().create_accelerator_and_postprocess()
+        finally:
+            self.args.fsdp_plugin_args = plugin
+
+    # ------------------------------------------------------------------------------------ a run begins and ends
 
     @entry
     def train(
@@ -218,96 +234,6 @@ class Hooks(TRLNames, Trainer):
         finally:
             self.args.output_dir = given
 
-    def _follow_steps(self) -> None:
-        """Adds the callbacks that keep or record a part of the run."""
-        self.changed_options = ChangedOptions(self.args)
-        self.resume = Resume(self)
-        self.saves = Saves(self, self.resume)
-        self.stops = Stops(self, self.saves, self.resume)
-        self._loss_window = LossWindow(self)
-        self.recorder = RunRecorder(self, self.resume, build.build_senders(self.args))
-        self._best_metric = BestMetric(self)
-        watches = StepWatches(self), FirstBatch(self), LearningSignalWatch(self)
-        for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):
-            self.add_callback(callback)
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """`Trainer._run_epoch`, which would take a step after the last one of a finished run."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(*args, **kwargs)
-        self.stops.end_epoch()
-
-    def _warn_if_finished(self, first_step: int) -> None:
-        """Warns if a resumed run was already finished at its `first_step`."""
-        if self.state.global_step == first_step >= self.state.max_steps:
-            logger.warning(
-                "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
-                "max_steps or num_train_epochs to train further",
-                self.state.global_step,
-                self.state.max_steps,
-            )
-
-    @entry
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """`Trainer.evaluate`: the metrics, by `eval_` names."""
-        with self._evaluating():
-            return super().evaluate(*args, **kwargs)
-
-    @entry
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """`Trainer.predict`: the metrics, by `test_` names."""
-        with self._evaluating():
-            return super().predict(*args, **kwargs)
-
-    def sample_completions(self, prompts: Sequence[Any], *, max_new_tokens: int | None = None) -> dict[str, Any]:
-        """Completions of the policy as it is now, one for each prompt (text or messages): for rollout functions.
-
-        A dict of `prompt_ids`, `completion_ids` and `logprobs`, which a rollout function may return as it is. Each call
-        draws something else; a run of the same seed draws the same.
-        """
-        sampling = self.components.sampling
-        # Generation batches that are sampled ahead must not meet other weights, so those sent last are used.
-        if self.vllm_policy is not None and not (self.is_in_train and self.args.rollout_ahead):
-            self.vllm_policy.refresh(self.state.global_step)
-        if max_new_tokens is not None:
-            sampling = replace(sampling, max_new_tokens=max_new_tokens)
-        first = self._sampled_for_functions.get(self.state.global_step, 0)
-        self._sampled_for_functions = {self.state.global_step: first + len(prompts)}
-        rows = range(first, first + len(prompts))
-        seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
-        return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)
-
-    def _serve(self, policy: build.PolicyBundle) -> EngineWithWeights:
-        """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
-        from groupgrad.integrations.vllm import setup
-
-        served = setup.serve_policy(self.args, self.model, policy, self.rollout_components)
-        # What this process started of vLLM ends with the trainer, or when the process does.
-        weakref.finalize(self, served.close)
-        max_context, longest = self.prompt_maker.max_context, served.max_model_len
-        if max_context is None or max_context > longest:
-            self.prompt_maker.max_context = longest
-            datasets = self.train_dataset, self.eval_dataset
-            dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
-        return served
-
-    def _invalidate_vllm(self) -> None:
-        """Makes vLLM get the weights again before sampling outside of training, where their changes are not noticed."""
-        if self.vllm_policy is not None:
-            self.vllm_policy.invalidate()
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Collective at its start outside of training, where the ranks are watched as `train` has them watched."""
-        if self.is_in_train:
-            yield
-            return
-        self._invalidate_vllm()
-        with self._watched("the evaluation"):
-            yield
-
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
         """Collective at its start. HangError for what hangs; closes environments at the end."""
@@ -320,44 +246,91 @@ class Hooks(TRLNames, Trainer):
         finally:
             self.components.collector.close()
 
-    @contextmanager
-    def _training_passes(self, *, is_last: bool) -> Iterator[None]:
-        """Context of a micro-batch's forward and backward passes. Collective at the end if `is_last`, and on errors."""
-        sync = nullcontext() if self._gradient_sync is None else self._gradient_sync.micro_batch(is_last=is_last)
-        passes = self.gradient_sums.passes(is_last=is_last)
-        with passes, sync, deterministic_cpu(self.model), without_cudnn_attention():
-            try:
-                yield
-            finally:
-                self._restore_modules()
-        if is_last and self.is_deepspeed_enabled:
-            from groupgrad.integrations.sharding import zero3
+    def _warn_if_finished(self, first_step: int) -> None:
+        """Warns if a resumed run was already finished at its `first_step`."""
+        if self.state.global_step == first_step >= self.state.max_steps:
+            logger.warning(
+                "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
+                "max_steps or num_train_epochs to train further",
+                self.state.global_step,
+                self.state.max_steps,
+            )
 
-            zero3.engine(self.accelerator).step()
+    def _invalidate_vllm(self) -> None:
+        """Makes vLLM get the weights again before sampling outside of training, where their changes are not noticed."""
+        if self.vllm_policy is not None:
+            self.vllm_policy.invalidate()
 
-    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Adds the gradient of `loss`, as `transformers.Trainer.training_step` does; `is_last` in its micro-batch."""
-        args, further = self.args, {}
-        every = args.torch_empty_cache_steps
-        if every is not None and self.state.global_step % every == 0:
-            hf_trainer.clear_device_cache()
-        if args.optim in STEPS_IN_BACKWARD:
-            further["learning_rate"] = self._get_learning_rate()
-        sync = self._gradient_sync
-        if self.is_deepspeed_enabled:
-            from groupgrad.integrations.sharding import zero3
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.hyperparameter_search`; each trial starts from the present weights. The last trial's are kept."""
+        with trials_from_present_weights(self):
+            return super().hyperparameter_search(*args, **kwargs)
 
-            zero3.backward(self.accelerator, loss)
-        else:
-            with nullcontext() if sync is None else sync.backward_pass(is_last=is_last):
-                # accelerate divides by its own accumulation, which transformers sets to 1; `objectives.reduce` scales.
-                self.accelerator.backward(loss, **further)
-        self._restore_modules()
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """The optimizer that the configuration asks for, and its arguments."""
+        if not getattr(args, "stochastic_rounding", False):
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return StochasticAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
 
-    def _restore_modules(self) -> None:
-        """Restores the model's own attention and modules; gradient checkpointing no longer needs the others."""
-        unplug(self.model)
-        restore_modules(self.model)
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing for shards, which are on the device."""
+        if not is_fully_sharded(model):
+            super()._move_model_to_device(model, device)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
+        averages = dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model)
+        if training and (averages or is_fully_sharded(self.model)):
+            model = self._prepare_model(model)
+        if training and averages:
+            self._gradient_sync = build.gradient_sync(self.args, self.model, self.gradient_sums)
+            self._gradient_sync.begin()
+        return super()._wrap_model(model, training, dataloader)
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model placed, compiled and given its precision, but not wrapped."""
+        placed = None if not is_fully_sharded(model) else False
+        return self.accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
+
+    # -------------------------------------------------------------------------- a run goes on from a checkpoint
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads weights, including shards of FSDP and renamed parameters."""
+        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self.resume.load_weights(resume_from_checkpoint, model or self.model, otherwise=load)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """CheckpointError for missing weights, of which `Trainer` warns."""
+        raise_if_missing(load_result.missing_keys, self.model, "the checkpoint")
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Assigns the optimizer's state by the names of parameters; `Trainer` goes by their order."""
+        self.resume.load_optimizer(checkpoint, otherwise=partial(super()._load_optimizer_and_scheduler, checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Loads the random streams, unless their file is damaged and the user goes on without it."""
+        self.resume.load_random_streams(checkpoint, otherwise=partial(super()._load_rng_state, checkpoint))
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """`Trainer._run_epoch`, which would take a step after the last one of a finished run."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+        self.stops.end_epoch()
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
+        num_tokens = self._micro_batches[inputs.index].num_forward_tokens / self.args.context_parallel_size
+        return 6.0 * self._num_parameters * num_tokens
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing: tokens are counted when they are sampled."""
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm of the averaged gradient, scaled down to `max_grad_norm`. Collective for a sharded model."""
@@ -380,43 +353,7 @@ class Hooks(TRLNames, Trainer):
 
         return clip_offloaded(self.model, max_norm, self.args.device)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`, without a bar in files. NonFiniteError for weights that are not finite.
-
-        Collective for a sharded model, whose weights the main process writes whole.
-        """
-        if output_dir in (None, self.args.output_dir):
-            output_dir = os.path.join(self._start_folder, str(self.args.output_dir))
-        self.saves.save_model(output_dir, pushes=not _internal_call, otherwise=super().save_model)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """`Trainer`'s, for a model that this trainer shards itself under FSDP."""
-        plugin, self.args.fsdp_plugin_args = getattr(self.args, "fsdp_plugin_args", None), None
-        try:
-            with without_accelerate():
-                super().create_accelerator_and_postprocess()
-        finally:
-            self.args.fsdp_plugin_args = plugin
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing for shards, which are on the device."""
-        if not is_fully_sharded(model):
-            super()._move_model_to_device(model, device)
-
-    def _prepare_model(self, model: nn.Module) -> nn.Module:
-        """The model placed, compiled and given its precision, but not wrapped."""
-        placed = None if not is_fully_sharded(model) else False
-        return self.accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
-
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Collective where several ranks begin to train: the model without a wrapper for them, rank 0's on all."""
-        averages = dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model)
-        if training and (averages or is_fully_sharded(self.model)):
-            model = self._prepare_model(model)
-        if training and averages:
-            self._gradient_sync = build.gradient_sync(self.args, self.model, self.gradient_sums)
-            self._gradient_sync.begin()
-        return super()._wrap_model(model, training, dataloader)
+    # ------------------------------------------------------------ between steps: logs, evaluations, checkpoints
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Collective on training logs: the window's metrics of all ranks join the loop's own."""
@@ -428,11 +365,6 @@ class Hooks(TRLNames, Trainer):
                 logger.warning(text)
         with self.goes_on_without("a log"):
             super().log(logs, start_time)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Collective. `Trainer`'s, which would take the losses since the last log event from this rank alone."""
-        self._tr_loss.fill_(dist.all_sum([float(self._tr_loss)])[0] / dist.world_size())
-        return super()._finalize_training(*args, **kwargs)
 
     def _flush_completions(self, phase: str) -> None:
         """Writes, shows and drops the completions of a phase."""
@@ -447,37 +379,33 @@ class Hooks(TRLNames, Trainer):
         except OSError as error:
             logger.warning("step %d: %s could not be written (%s)", self.state.global_step, what, error)
 
-    def _log_experience(self, experience: Experience) -> None:
-        """Logs a generation batch of the step that has ended."""
-        self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
-        self._log_completions(experience, self.state.global_step - 1, "train")
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """`Trainer._determine_best_metric`; an evaluation that measured nothing for the metric is not better."""
+        if self.args.metric_for_best_model is not None and self._best_metric.of(metrics) is None:
+            return False
+        return super()._determine_best_metric(metrics, trial)
 
-    def _log_completions(self, experience: Experience, step: int, phase: str) -> None:
-        """Collective if `log_completions`. Keeps the completions of a generation batch for the next log event."""
-        if self.args.log_completions:
-            rows = experience.rollouts, experience.table, experience.advantages.tolist()
-            self.completion_log.add(*rows, step, phase=phase)
+    @entry
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """`Trainer.evaluate`: the metrics, by `eval_` names."""
+        with self._evaluating():
+            return super().evaluate(*args, **kwargs)
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """The optimizer that the configuration asks for, and its arguments."""
-        if not getattr(args, "stochastic_rounding", False):
-            return Trainer.get_optimizer_cls_and_kwargs(args, model)
-        betas = (args.adam_beta1, args.adam_beta2)
-        return StochasticAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "seed": args.seed}
+    @entry
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """`Trainer.predict`: the metrics, by `test_` names."""
+        with self._evaluating():
+            return super().predict(*args, **kwargs)
 
-    def floating_point_ops(self, inputs: Any) -> float:
-        """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
-        num_tokens = self._micro_batches[inputs.index].num_forward_tokens / self.args.context_parallel_size
-        return 6.0 * self._num_parameters * num_tokens
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Nothing: tokens are counted when they are sampled."""
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.hyperparameter_search`; each trial starts from the present weights. The last trial's are kept."""
-        with trials_from_present_weights(self):
-            return super().hyperparameter_search(*args, **kwargs)
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Collective at its start outside of training, where the ranks are watched as `train` has them watched."""
+        if self.is_in_train:
+            yield
+            return
+        self._invalidate_vllm()
+        with self._watched("the evaluation"):
+            yield
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
         """Yields batches of whole groups, every prompt once."""
@@ -502,39 +430,29 @@ class Hooks(TRLNames, Trainer):
         if self.model_wrapped is self.model and not self._policy.given.is_prepared:
             self._prepare_model(self.model)
 
-    # ------------------------------------------------------------------------------------- checkpoints and resume
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """In place of `Trainer`'s, which writes into the folder that a resume would read."""
         self.saves.write(trial, is_pause=self.stops.is_pausing)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads weights, including shards of FSDP and renamed parameters."""
-        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
-        self.resume.load_weights(resume_from_checkpoint, model or self.model, otherwise=load)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """`Trainer.save_model`, without a bar in files. NonFiniteError for weights that are not finite.
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """CheckpointError for missing weights, of which `Trainer` warns."""
-        raise_if_missing(load_result.missing_keys, self.model, "the checkpoint")
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
+        Collective for a sharded model, whose weights the main process writes whole.
+        """
+        if output_dir in (None, self.args.output_dir):
+            output_dir = os.path.join(self._start_folder, str(self.args.output_dir))
+        self.saves.save_model(output_dir, pushes=not _internal_call, otherwise=super().save_model)
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Collective. `Trainer`'s, which would take the losses since the last log event from this rank alone."""
+        self._tr_loss.fill_(dist.all_sum([float(self._tr_loss)])[0] / dist.world_size())
+        return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         """Loads the best weights as `_load_from_checkpoint` does."""
         self.resume.load_best_weights(otherwise=super()._load_best_model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Assigns the optimizer's state by the names of parameters; `Trainer` goes by their order."""
-        self.resume.load_optimizer(checkpoint, otherwise=partial(super()._load_optimizer_and_scheduler, checkpoint))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Loads the random streams, unless their file is damaged and the user goes on without it."""
-        self.resume.load_random_streams(checkpoint, otherwise=partial(super()._load_rng_state, checkpoint))
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """`Trainer._determine_best_metric`; an evaluation that measured nothing for the metric is not better."""
-        if self.args.metric_for_best_model is not None and self._best_metric.of(metrics) is None:
-            return False
-        return super()._determine_best_metric(metrics, trial)
 
     def create_model_card(
         self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields: Any
@@ -547,3 +465,23 @@ class Hooks(TRLNames, Trainer):
             given = model_name if isinstance(model_name, dict) else {"model_name": model_name}
             fields |= {"dataset_name": dataset_name, "tags": tags, **given}
             write_run_card(self.args, self.model, self.state.log_history, hub_model_id=self.hub_model_id, **fields)
+
+    # ------------------------------------------------------------------------------------ for rollout functions
+
+    def sample_completions(self, prompts: Sequence[Any], *, max_new_tokens: int | None = None) -> dict[str, Any]:
+        """Completions of the policy as it is now, one for each prompt (text or messages): for rollout functions.
+
+        A dict of `prompt_ids`, `completion_ids` and `logprobs`, which a rollout function may return as it is. Each call
+        draws something else; a run of the same seed draws the same.
+        """
+        sampling = self.components.sampling
+        # Generation batches that are sampled ahead must not meet other weights, so those sent last are used.
+        if self.vllm_policy is not None and not (self.is_in_train and self.args.rollout_ahead):
+            self.vllm_policy.refresh(self.state.global_step)
+        if max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=max_new_tokens)
+        first = self._sampled_for_functions.get(self.state.global_step, 0)
+        self._sampled_for_functions = {self.state.global_step: first + len(prompts)}
+        rows = range(first, first + len(prompts))
+        seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
+        return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)

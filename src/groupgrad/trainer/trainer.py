@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -20,7 +21,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, default_data_collator
 from transformers import ProgressCallback as PlainProgressCallback
+from transformers import trainer as hf_trainer
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
 from groupgrad.activity import Timings
@@ -32,9 +35,10 @@ from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign
 from groupgrad.batching.rank_balance import rows_to_trainers
 from groupgrad.batching.totals import step_totals, with_drift_cutoff, with_entropy_threshold, with_selected
 from groupgrad.config import GRPOConfig
+from groupgrad.engines.base import EngineWithWeights
 from groupgrad.engines.native import NativeEngine
 from groupgrad.evaluation.prompt_numbers import Measure, logged
-from groupgrad.metrics import merge_all
+from groupgrad.metrics import latest, merge_all
 from groupgrad.models.shards import is_offloaded, is_sharded, num_parameters
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.objectives import (
@@ -48,12 +52,15 @@ from groupgrad.objectives import (
     policy_loss,
     sampler_scores,
 )
+from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.requests import GenerationRequest, training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
+from groupgrad.scoring.attention import unplug, without_cudnn_attention
 from groupgrad.scoring.attention_cost import attention_cost
 from groupgrad.scoring.forward import errors_of_passes, score_tokens, shares_beginnings
+from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer import build, component_options, dataset_checks
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
@@ -66,11 +73,14 @@ from groupgrad.trainer.constructor_arguments import (
     use_one_device,
 )
 from groupgrad.trainer.finite_steps import FiniteSteps
-from groupgrad.trainer.hooks import STEPS_IN_BACKWARD, Hooks
+from groupgrad.trainer.gradients import deterministic_cpu
+from groupgrad.trainer.hooks import Hooks
 from groupgrad.trainer.sampler_logprobs import precompute_gradient
 from groupgrad.trainer.step_log import MismatchWatch, StepLog, tolerance
 from groupgrad.trainer.trl_names import check_overrides
 from groupgrad.types import RewardTable, Rollout, Turns
+
+STEPS_IN_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
 
 
 @dataclass(slots=True, frozen=True)
@@ -203,7 +213,7 @@ class GRPOTrainer(Hooks):
             self._connect(policy)
             on_error.pop_all()
 
-    # ------------------------------------------------------------------------------------------------ one step
+    # ------------------------------------------------------------------------------------------------- one step
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[MicroBatchKey], num_batches: int, device: torch.device
@@ -410,6 +420,45 @@ class GRPOTrainer(Hooks):
         terms = tuple(one for part in losses for one in part.token_terms)
         return PolicyLoss(loss, merge_all(part.metrics for part in losses), terms)
 
+    @contextmanager
+    def _training_passes(self, *, is_last: bool) -> Iterator[None]:
+        """Context of a micro-batch's forward and backward passes. Collective at the end if `is_last`, and on errors."""
+        sync = nullcontext() if self._gradient_sync is None else self._gradient_sync.micro_batch(is_last=is_last)
+        passes = self.gradient_sums.passes(is_last=is_last)
+        with passes, sync, deterministic_cpu(self.model), without_cudnn_attention():
+            try:
+                yield
+            finally:
+                self._restore_modules()
+        if is_last and self.is_deepspeed_enabled:
+            from groupgrad.integrations.sharding import zero3
+
+            zero3.engine(self.accelerator).step()
+
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Adds the gradient of `loss`, as `transformers.Trainer.training_step` does; `is_last` in its micro-batch."""
+        args, further = self.args, {}
+        every = args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            hf_trainer.clear_device_cache()
+        if args.optim in STEPS_IN_BACKWARD:
+            further["learning_rate"] = self._get_learning_rate()
+        sync = self._gradient_sync
+        if self.is_deepspeed_enabled:
+            from groupgrad.integrations.sharding import zero3
+
+            zero3.backward(self.accelerator, loss)
+        else:
+            with nullcontext() if sync is None else sync.backward_pass(is_last=is_last):
+                # accelerate divides by its own accumulation, which transformers sets to 1; `objectives.reduce` scales.
+                self.accelerator.backward(loss, **further)
+        self._restore_modules()
+
+    def _restore_modules(self) -> None:
+        """Restores the model's own attention and modules; gradient checkpointing no longer needs the others."""
+        unplug(self.model)
+        restore_modules(self.model)
+
     def score_rollouts(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable:
         """The rewards of finished rollouts of this rank, at least one, (B, R) in their order; NaN where not scored.
 
@@ -444,6 +493,17 @@ class GRPOTrainer(Hooks):
         if self.reference is not None and self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
             self.reference.sync(self._policy.model, self.args.ref_model_mixup_alpha)
 
+    def _log_experience(self, experience: Experience) -> None:
+        """Logs a generation batch of the step that has ended."""
+        self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
+        self._log_completions(experience, self.state.global_step - 1, "train")
+
+    def _log_completions(self, experience: Experience, step: int, phase: str) -> None:
+        """Collective if `log_completions`. Keeps the completions of a generation batch for the next log event."""
+        if self.args.log_completions:
+            rows = experience.rollouts, experience.table, experience.advantages.tolist()
+            self.completion_log.add(*rows, step, phase=phase)
+
     # ------------------------------------------------------------------------------------------- parts of a run
 
     def _connect(self, policy: build.PolicyBundle) -> None:
@@ -465,6 +525,20 @@ class GRPOTrainer(Hooks):
         self.execution = build.plan_execution(config, self.model, policy, self.accelerator.autocast, self.vllm_policy)
         self.engine, self._micro_batches = self.execution.engine_choice.engine, []
         self._start_anew()
+
+    def _serve(self, policy: build.PolicyBundle) -> EngineWithWeights:
+        """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
+        from groupgrad.integrations.vllm import setup
+
+        served = setup.serve_policy(self.args, self.model, policy, self.rollout_components)
+        # What this process started of vLLM ends with the trainer, or when the process does.
+        weakref.finalize(self, served.close)
+        max_context, longest = self.prompt_maker.max_context, served.max_model_len
+        if max_context is None or max_context > longest:
+            self.prompt_maker.max_context = longest
+            datasets = self.train_dataset, self.eval_dataset
+            dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
+        return served
 
     def _build_components(self) -> None:
         """Splits the configuration into the options of each room, and makes the rooms' components."""
