@@ -42,8 +42,8 @@ from groupgrad.metrics import latest, merge_all
 from groupgrad.models.shards import is_offloaded, is_sharded, num_parameters
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.objectives import (
+    FORWARD,
     FORWARD_AND_BACKWARD,
-    NO_PASS,
     Advantages,
     OnPolicyInfo,
     PolicyLoss,
@@ -345,18 +345,19 @@ class GRPOTrainer(Hooks):
             return self.components.scorer.policy(batch, rows_per_pass=self.plan.micro_batch_rows)
 
     def _loss(self, model: nn.Module, part: MicroBatch) -> PolicyLoss:
-        """The loss of rows that all need the same passes, with a gradient if they need a backward pass.
-
-        Rows without a gradient are scored for the loss's value and its metrics alone, by the model without DeepSpeed's
-        wrapper: ranks may differ in the number of such passes.
-        """
+        """The loss of rows that all need the same passes, with a gradient if they need a backward pass."""
         batch = part.batch.to(self.args.device)
         with self.compute_loss_context_manager():
             if part.passes == FORWARD_AND_BACKWARD:
-                is_builtin = self._uses_builtin_compute_loss
-                return self.batch_loss(model, batch) if is_builtin else self._replaced_loss(model, batch)
+                if self._uses_builtin_compute_loss:
+                    return self.batch_loss(model, batch)
+                return self._replaced_loss(model, batch)
+            # Rows without a gradient count in the loss's value and its metrics. The model is the one without
+            # DeepSpeed's wrapper: ranks may differ in the number of such passes.
             with torch.no_grad():
-                return self.batch_loss(unwrap(model), batch, known=part.passes == NO_PASS)
+                if part.passes == FORWARD:
+                    return self.batch_loss(unwrap(model), batch)
+                return self.batch_loss(unwrap(model), batch, known=True)
 
     def batch_loss(self, model: nn.Module, batch: Batch, *, known: bool = False) -> PolicyLoss:
         """The share of a batch in the loss of its optimizer step, with gradient, and its metrics.
@@ -364,14 +365,8 @@ class GRPOTrainer(Hooks):
         The loss of the step is the sum of these shares over micro-batches, averaged over ranks. With `known` the
         sampler's log-probs and entropies replace a forward pass.
         """
-        policy, forward = self.components.policy_options, self.components.forward_options
-        if known:
-            scores = sampler_scores(batch)
-        else:
-            is_fine = self._on_policy.exact and not self.rounding.is_half
-            precomputed = precompute_gradient(batch, policy) if is_fine else None
-            tap = self.recorder.states_tap(batch)
-            scores = self.recorder.keep_scores(batch, score_tokens(model, batch, forward, precomputed, tap))
+        policy = self.components.policy_options
+        scores = sampler_scores(batch) if known else self._scores_with_gradient(model, batch)
         result = policy_loss(
             scores,
             batch,
@@ -382,6 +377,15 @@ class GRPOTrainer(Hooks):
         if not known:
             result.metrics |= self.sampler_logprobs.metrics(scores, batch, self._on_policy.step)
         return result
+
+    def _scores_with_gradient(self, model: nn.Module, batch: Batch) -> TokenScores:
+        """Log-probs and entropies of a batch by a forward pass, differentiable; the recorder keeps them too."""
+        # In half precision the sampler's log-probs differ by more than a precomputed gradient may.
+        is_fine = self._on_policy.exact and not self.rounding.is_half
+        precomputed = precompute_gradient(batch, self.components.policy_options) if is_fine else None
+        tap = self.recorder.states_tap(batch)
+        scores = score_tokens(model, batch, self.components.forward_options, precomputed, tap)
+        return self.recorder.keep_scores(batch, scores)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
