@@ -14,5 +14,5 @@ def make_collector(
     rollouts: RolloutSource, rewards: RewardRunner, options: ScoringOptions, timings: Timings | None = None, **more: Any
 ) -> ExperienceCollector:
     """A collector; `more` are further arguments of its own."""
-    functions = {"score": rewards.score, "advantages": options.advantages, **more}
+    functions = {"score_rollouts": rewards.score, "compute_advantages": options.advantages, **more}
     return ExperienceCollector(rollouts, rewards, options, timings or Timings(), **functions)

@@ -124,7 +124,9 @@ def test_a_row_whose_advantage_alone_was_changed_is_an_error(tokenizer):
     rewards = RewardRunner(lambda completion_ids, **_: [[1.0], [0.0]])
     options = ScoringOptions((1.0,), scale_rewards="none", estimator="turn_returns")
     with pytest.raises(ValueError, match=r"gave row 0 the advantage 1, but the mean .* is 0\.5\. The turns are what"):
-        make_collector(agents, rewards, options, advantages=scaled)(ask({0: user("go")}, size=2), trainer_state=None)
+        make_collector(agents, rewards, options, compute_advantages=scaled)(
+            ask({0: user("go")}, size=2), trainer_state=None
+        )
     agents.close()
     (rollout,) = rollouts_of_two_turns(tokenizer, 1)
     table = RewardTable(torch.tensor([[4.0, 2.0, math.nan]]).double(), ["f", "g", "h"])

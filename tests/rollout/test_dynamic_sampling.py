@@ -103,7 +103,7 @@ def test_estimators_get_the_lengths_of_the_groups_that_stay(tokenizer):
 
     given: list[list[float]] = []
     longer = Dataset.from_dict({"prompt": [name * (2 + row) for row, name in enumerate("abcdefgh")], "row": range(8)})
-    experience, _ = collect(tokenizer, Rewards(1, 3, 4, 5, 6, 7), 20, dataset=longer, advantages=advantages)
+    experience, _ = collect(tokenizer, Rewards(1, 3, 4, 5, 6, 7), 20, dataset=longer, compute_advantages=advantages)
     assert given[0] == [2.0] * 6, "a prompt of one token, and the end"
     assert given[-1] == [float(rollout.num_sampled) for rollout in experience.rollouts]
     assert given[-1][2:4] == [2.0, 2.0] and len(set(given[-1])) > 1
@@ -147,7 +147,7 @@ def test_groups_stay_whole_where_advantages_flag_single_rows(tokenizer):
         return replace(result, zero_std=torch.tensor([True, False, True, True, False, False]))
 
     rewards = Rewards()
-    experience, engine = collect(tokenizer, rewards, 1, advantages=advantages)
+    experience, engine = collect(tokenizer, rewards, 1, compute_advantages=advantages)
     assert [len(call) for call in engine.calls] == [6, 2]
     prompts = [rollout.prompt.row["row"] for rollout in experience.rollouts]
     assert prompts[:2] == [0, 0] and prompts[4:] == [2, 2] and prompts[2:4] == rewards.seen[1]

@@ -101,10 +101,9 @@ from `lengths`, the tokens that the policy sampled, and `turns`, which are None 
 class ExperienceCollector:
     """Makes scored generation batches. Collective: every rank takes part, also without rows of its own.
 
-    `score` and `advantages` are the trainer's `score_rollouts` and `compute_advantages`, which a subclass may define.
-    vLLM samples through a `prefetcher`, which sends it the policy's weights. Any other engine samples inside the
-    context that `around` makes, which all ranks enter and leave together. `dynamic` replaces groups without a signal in
-    training.
+    `score_rollouts` and `compute_advantages` are the trainer's methods, which a subclass may define. vLLM samples
+    through a `prefetcher`, which sends it the policy's weights. Any other engine samples inside the context that
+    `around` makes, which all ranks enter and leave together. `dynamic` replaces groups without a signal in training.
     """
 
     def __init__(
@@ -115,14 +114,15 @@ class ExperienceCollector:
         timings: Timings,
         prefetcher: RolloutPrefetcher | None = None,
         *,
-        score: ScoreRollouts,
-        advantages: ComputeAdvantages,
+        score_rollouts: ScoreRollouts,
+        compute_advantages: ComputeAdvantages,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         dynamic: DynamicSampling | None = None,
     ):
         self.rollouts, self.rewards = rollouts, rewards
-        self._score, self._advantages = score, advantages
-        parameters = signature(advantages).parameters
+        self._score_rollouts, self._compute_advantages = score_rollouts, compute_advantages
+        # A subclass's `compute_advantages` need not take all arguments.
+        parameters = signature(compute_advantages).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self._taken = {name for name in ("lengths", "turns") if takes_all or name in parameters}
         self.options, self.timings = options, timings
@@ -139,7 +139,8 @@ class ExperienceCollector:
         """
         options = replace(self.options, reward_weights=rewards.weights, estimator="group", estimator_settings=None)
         parts = self.rollouts, rewards, options, self.timings, self._prefetcher
-        other = ExperienceCollector(*parts, score=rewards.score, advantages=options.advantages, around=self._around)
+        functions: dict[str, Any] = {"score_rollouts": rewards.score, "compute_advantages": options.advantages}
+        other = ExperienceCollector(*parts, **functions, around=self._around)
         self._others.append(other)
         return other
 
@@ -187,14 +188,16 @@ class ExperienceCollector:
 
     def _advantages_of(self, scored: ScoredRollouts, num_generations: int) -> Advantages:
         more = {name: getattr(scored, name) for name in self._taken}
-        return self._advantages(scored.rewards, num_generations, **more)
+        return self._compute_advantages(scored.rewards, num_generations, **more)
 
     def _scored(
         self, request: GenerationRequest, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
     ) -> ScoredRollouts:
         """Collective. Samples and scores what a request asks for."""
         rollouts = self._sample(request, upcoming)
-        score = self._score if rollouts else self.rewards.score  # a subclass need not score a rank without rollouts
+        score = (
+            self._score_rollouts if rollouts else self.rewards.score
+        )  # a subclass need not score a rank without rollouts
         with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
             table = score(rollouts, trainer_state=trainer_state, step=request.step)
         uses_turns = find_estimator(self.options.estimator).uses_turns

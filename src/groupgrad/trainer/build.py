@@ -464,8 +464,8 @@ def build_components(
     )
     collector = ExperienceCollector(
         *(rollouts, rewards, scoring, timings, prefetcher),
-        score=trainer.score_rollouts,
-        advantages=trainer.compute_advantages,
+        score_rollouts=trainer.score_rollouts,
+        compute_advantages=trainer.compute_advantages,
         around=around,
         dynamic=dynamic,
     )

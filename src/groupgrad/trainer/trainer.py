@@ -483,6 +483,7 @@ class GRPOTrainer(Hooks):
         credits turns. Every rank gets the same rewards and must return the same advantages. A subclass may change them,
         and need not take `lengths` and `turns`.
         """
+        # `ExperienceCollector` calls this with the rewards that it has gathered, and collates the batch of the result.
         return self.components.scoring_options.advantages(rewards, num_generations, lengths, turns)
 
     def _end_step(self, step: int) -> None:
