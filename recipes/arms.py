@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from groupgrad.apps.runs.student import student_quantile
+from groupgrad.evaluation.statistics import student_quantile
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ from transformers.utils import logging as transformers_logging
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.demo import pretrained
 from groupgrad.apps.demo.run import ON_A_CPU
-from groupgrad.apps.runs.student import student_quantile, student_tail
+from groupgrad.evaluation.statistics import student_quantile, student_tail
 from groupgrad.integrations.reasoning_gym import reasoning_gym_dataset, reasoning_gym_reward
 
 ROOT = Path(__file__).parents[1]

@@ -43,7 +43,7 @@ from groupgrad.apps.demo import pretrained
 from groupgrad.apps.demo.run import ON_A_CPU, WARM_UP_STEPS
 from groupgrad.apps.demo.task import MAX_COMPLETION_LENGTH, correctness_reward, make_model, make_splits, make_tokenizer
 from groupgrad.apps.demo.task import warm_up as warm_up_on
-from groupgrad.apps.runs.student import student_quantile, student_tail
+from groupgrad.evaluation.statistics import student_quantile, student_tail
 
 ROOT = Path(__file__).parents[1]
 TRIES = 16

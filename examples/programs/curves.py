@@ -13,7 +13,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from groupgrad.apps.runs.student import student_tail
+from groupgrad.evaluation.statistics import student_tail
 
 SEEDS, ENDS = 3, 10
 

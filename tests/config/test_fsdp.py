@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 from groupgrad import GRPOConfig
 from groupgrad.config.launcher import fsdp_layer_classes, fsdp_settings, uses_fsdp
 from groupgrad.errors import ConfigError
-from groupgrad.integrations.sharding.setup import fsdp_options
+from groupgrad.trainer.build import fsdp_options
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from groupgrad.evaluation.pass_at_k import best_of_k, pass_at_k
+from groupgrad.evaluation.statistics import best_of_k, pass_at_k
 
 LOGITS = {"": (0.3, -0.4, 0.1), "a": (-1.0, 0.5, 0.2), "b": (0.0, 0.7, -0.6)}
 """Logits of the tokens a, b and end after nothing, an a and a b: a model of three tokens that samples two at most."""

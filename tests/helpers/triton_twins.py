@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from groupgrad.engines import native
 from groupgrad.engines.native import decode_kernels
-from groupgrad.engines.native.decode_tables import DecodeTables
+from groupgrad.engines.native.decode_kernels import DecodeTables
 from groupgrad.scoring.attention_layout import AttentionCall
 
 LAUNCHES = {"twins::norm": 1, "twins::add_and_norm": 1, "twins::rotate": 1, "twins::gate": 1, "twins::attend": 3}

@@ -17,8 +17,8 @@ from groupgrad.objectives import (
     StepTotals,
     find_mask,
 )
-from groupgrad.objectives.covariance import covariances
 from groupgrad.objectives.masks.m2po import largest_kept
+from groupgrad.objectives.method import covariances
 
 
 def test_m2po_leaves_out_the_furthest_tokens_of_the_step():

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from groupgrad.apps.runs.student import student_quantile, student_tail
 from groupgrad.apps.sweep.compare import compared_steps, difference, judge
 from groupgrad.apps.sweep.store import PromptRewards
 from groupgrad.apps.sweep.sweep_plan import Halving
+from groupgrad.evaluation.statistics import student_quantile, student_tail
 
 
 def steps(*means: float, prompts: str = "p") -> dict[int, PromptRewards]:

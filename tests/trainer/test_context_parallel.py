@@ -14,9 +14,9 @@ import torch
 from forked_ranks import forked_ranks, on_ranks, two_once
 
 from groupgrad.errors import ConfigError
-from groupgrad.integrations.sharding.setup import context_group
 from groupgrad.scoring.layout import flat_layout
 from groupgrad.scoring.self_check import LayoutReport
+from groupgrad.trainer.build import context_group
 
 FAST = ["grpo"]
 NOT_HERE = ("images", "hybrid")  # models whose rows are not cut

@@ -11,8 +11,7 @@ from forked_ranks import on_ranks
 from simulated_vllm import simulate_vllm
 
 from groupgrad.batching.eval_loader import EvalBatch
-from groupgrad.evaluation.pass_at_k import pass_at_k
-from groupgrad.evaluation.statistics import bootstrap_interval
+from groupgrad.evaluation.statistics import bootstrap_interval, pass_at_k
 
 CHANGES: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "max_completion_length": 4}
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from groupgrad.evaluation.pass_at_k import best_of_k, pass_at_k
-from groupgrad.evaluation.statistics import bootstrap_interval, majority_at_k, sign_flip_p
+from groupgrad.evaluation.statistics import best_of_k, bootstrap_interval, majority_at_k, pass_at_k, sign_flip_p
 
 ANSWERS = "answer_parsed"
 """Column that `accuracy_reward`, `reasoning_accuracy_reward` and `reasoning_gym_reward` log by `log_extra`."""

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: majority votes, intervals over prompts, and the test of a paired difference."""
+"""Statistics of evaluations and runs: pass@k, majority votes, intervals, and tests of differences."""
 
 from __future__ import annotations
 
@@ -17,6 +17,30 @@ MOST_ENUMERATED = 14
 
 _CELLS = 1_000_000
 """Numbers that are drawn at a time."""
+
+
+def pass_at_k(num_sampled: int, num_right: int, k: int) -> float:
+    """Estimates the probability that one of k completions is right (arXiv:2107.03374, eq. 1).
+
+    1 - C(n - c, k) / C(n, k), the share of the subsets of k that hold one of the c right completions among n. Over
+    independent completions, each right with probability p, its expectation is 1 - (1 - p)^k. NaN if n < k.
+    """
+    if num_sampled < k:
+        return math.nan
+    subsets = math.comb(num_sampled, k)
+    return (subsets - math.comb(num_sampled - num_right, k)) / subsets
+
+
+def best_of_k(rewards: Sequence[float], k: int) -> float:
+    """Estimates the expected largest reward of k completions: its mean over all subsets of k of these n rewards.
+
+    With the rewards in ascending order, the i-th (from 1) is the largest of C(i - 1, k - 1) of the C(n, k) subsets.
+    For rewards of 0 and 1 it is `pass_at_k`. NaN if n < k.
+    """
+    if len(rewards) < k:
+        return math.nan
+    subsets = math.comb(len(rewards), k)
+    return math.fsum(reward * (math.comb(i, k - 1) / subsets) for i, reward in enumerate(sorted(rewards)))
 
 
 def majority_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
@@ -101,3 +125,32 @@ def _portions(number: int, width: int) -> list[int]:
     """Cuts a number of rows of `width` numbers into portions that fit in memory."""
     most = max(1, _CELLS // width)
     return [min(most, number - start) for start in range(0, number, most)]
+
+
+def student_tail(t: float, freedom: float) -> float:
+    """P(T >= t) of Student's distribution (Student, Biometrika 6(1), 1908).
+
+    With T = sqrt(freedom) tan(a), the angle a has a density in proportion to cos(a)^(freedom - 1), which is integrated
+    by Simpson's rule.
+    """
+
+    def area(low: float, high: float) -> float:
+        angles = np.linspace(low, high, 4001)
+        heights = np.cos(angles).clip(min=0.0) ** (freedom - 1)
+        weights = np.ones_like(angles)
+        weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
+        return float((heights * weights).sum() * (angles[1] - angles[0]) / 3)
+
+    tail = area(math.atan(abs(t) / math.sqrt(freedom)), math.pi / 2) / (2 * area(0.0, math.pi / 2))
+    return tail if t >= 0 else 1 - tail
+
+
+def student_quantile(tail: float, freedom: float) -> float:
+    """The t, 0 or more, with P(T >= t) = `tail`, which is above 0 and at most 0.5."""
+    low, high = 0.0, 1.0
+    while student_tail(high, freedom) > tail:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tail(middle, freedom) > tail else (low, middle)
+    return high

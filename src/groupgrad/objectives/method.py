@@ -110,3 +110,13 @@ def sampler_logprobs(terms: PolicyTerms) -> torch.Tensor:
     batch, known = terms.batch, terms.batch.sampling_logprobs
     old = terms.logprobs.detach() if batch.old_logprobs is None else where_trained(batch.old_logprobs, batch)
     return old if known is None else torch.where(batch.trained & known.isfinite(), known.to(old.dtype), old)
+
+
+def covariances(tokens: StepTokens) -> torch.Tensor:
+    """(N,) (log pi - mean)(A - mean) of each token, the means over all tokens. Source: arXiv:2505.22617."""
+    return (tokens.logprobs - tokens.logprobs.mean()) * (tokens.advantages - tokens.advantages.mean())
+
+
+def num_of(share: float, count: int) -> int:
+    """The tokens that a share of them are, rounded down, at least one."""
+    return max(1, int(share * count)) if share > 0 and count else 0

@@ -10,8 +10,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, set_seed
 
@@ -19,7 +20,14 @@ from groupgrad import compat, dist
 from groupgrad.activity import Timings
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import changed
-from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
+from groupgrad.config.launcher import (
+    fsdp_layer_classes,
+    fsdp_offloads,
+    fsdp_settings,
+    uses_deepspeed,
+    uses_fsdp,
+    zero_stage,
+)
 from groupgrad.config.sampling import eval_sampling_changes, sampling_options
 from groupgrad.config.settings import mapping
 from groupgrad.config.unused_settings import unused_reward_settings
@@ -28,7 +36,7 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.dist import RankGroup
 from groupgrad.engines.base import Engine, EngineWithWeights, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
-from groupgrad.errors import UnavailableError
+from groupgrad.errors import ConfigError, UnavailableError
 from groupgrad.kernels.threads import limit_spinning
 from groupgrad.memory.oom_retry import MemoryGuard, memory_guard, obstacle_to_cutting
 from groupgrad.models import load
@@ -55,6 +63,7 @@ from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.run_folder.completions import CompletionLog, CompletionsUpload
 from groupgrad.run_folder.progress import bars_on_terminals_only
+from groupgrad.scoring.attention import whole_rows_reason
 from groupgrad.scoring.forward import ForwardOptions, OldAndRefScorer
 from groupgrad.scoring.fused_modules import compute_in_weights_type
 from groupgrad.scoring.gradient_checkpointing import CheckpointingByNeed
@@ -74,6 +83,9 @@ from groupgrad.trainer.gradients import GradientSums, GradientSync
 from groupgrad.trainer.run_recorder import Sender
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.types import Prompt
+
+if TYPE_CHECKING:
+    from groupgrad.integrations.sharding.fsdp import FSDPOptions
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +142,9 @@ def build_policy(
     if config.disable_dropout:
         load.turn_off_dropout(model)
     if uses_fsdp(config):
-        from groupgrad.integrations.sharding import fsdp, setup
+        from groupgrad.integrations.sharding import fsdp
 
-        fsdp.shard(model, setup.fsdp_options(config), config.device)
+        fsdp.shard(model, fsdp_options(config), config.device)
     reference = None
     if config.beta != 0.0:
         reference = Reference(model, adapter_is_fresh=adapter_is_fresh, is_synced=config.sync_ref_model)
@@ -151,6 +163,19 @@ def build_policy(
         reference=reference,
         given=given,
         aux_loss_coef=configured_aux_loss_weight(model, config.router_aux_loss_coef),
+    )
+
+
+def fsdp_options(config: GRPOConfig) -> FSDPOptions:
+    """Returns how FSDP shards the policy."""
+    from groupgrad.integrations.sharding.fsdp import FSDPOptions
+
+    in_bf16 = getattr(config, "mixed_precision", "bf16" if config.bf16 else "no") == "bf16"
+    return FSDPOptions(
+        layer_classes=fsdp_layer_classes(config),
+        reshard_after_forward=fsdp_settings(config).get("reshard_after_forward", True) is not False,
+        compute_dtype=torch.bfloat16 if in_bf16 else None,
+        cpu_offload=fsdp_offloads(config),
     )
 
 
@@ -219,9 +244,7 @@ def plan_execution(
         logger.warning("%s is scored in the %s layout: %s", name, report.layout, report.reason)
     rank_group = None
     if config.context_parallel_size > 1:
-        from groupgrad.integrations.sharding import setup
-
-        rank_group = setup.context_group(config, model, report, aux_loss=policy.aux_loss_coef != 0.0)
+        rank_group = context_group(config, model, report, aux_loss=policy.aux_loss_coef != 0.0)
     if vllm_policy is not None:
         engine = EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}")
     else:
@@ -230,6 +253,19 @@ def plan_execution(
         with gather_all(model):
             engine = choose_engine(model, component_options.engine_options(config), sampling, **further)
     return ExecutionPlan(engine, report, example, rank_group, vllm_policy)
+
+
+def context_group(config: GRPOConfig, model: nn.Module, report: LayoutReport, *, aux_loss: bool) -> RankGroup:
+    """The group of ranks that train rows together with this one (`context_parallel_size`). Collective.
+
+    ConfigError if the tokens of a row of `model` cannot be cut over ranks.
+    """
+    size = config.context_parallel_size
+    padded_because = str(report.reason) if report.layout == "dense" else None
+    reason = whole_rows_reason(model, padded_because, aux_loss=aux_loss)
+    if reason is not None:
+        raise ConfigError([f"context_parallel_size={size} cuts the tokens of a row over processes, and {reason}"])
+    return dist.consecutive_groups(size, timeout_s=config.ddp_timeout)
 
 
 def _example(policy: PolicyBundle) -> Prompt | None:

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from groupgrad.engines.native import triton_attention, triton_layers
-from groupgrad.engines.native.decode_tables import DecodeTables
+from groupgrad.engines.native.decode_kernels import DecodeTables
 from groupgrad.scoring.attention_layout import AttentionCall
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"

@@ -14,7 +14,7 @@ from sample_checks import drained
 from tiny_hybrids import make_hybrid
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine, huge_pages, kv_cache, runner
+from groupgrad.engines.native import NativeEngine, kv_cache, runner
 from groupgrad.engines.native import session as native_session
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.scheduler import Scheduler
@@ -62,7 +62,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, is_too_much: Callable[[str, int, int
         watch(native_session, "last_logits", "prefill")
         watch(runner.EagerStep, "run", "decode")
         watch(runner.CompiledRun, "run", "decode")
-        watch(huge_pages, "zeros", "resize")
+        watch(kv_cache, "zeros_in_large_pages", "resize")
         for name in ("offload", "restore", "begin_suffixes"):
             watch(kv_cache.KVCache, name, name)
         for name in ("add", "choose", "take_out"):

@@ -9,8 +9,8 @@ from typing import Any
 from transformers.trainer_utils import IntervalStrategy
 
 from groupgrad.apps.check.small_round import DIFFERENCE, Round
-from groupgrad.apps.runs.student import student_quantile
 from groupgrad.batching.generation_plan import GenerationPlan
+from groupgrad.evaluation.statistics import student_quantile
 from groupgrad.run_folder.advice import Advice, Finding, advice_on_step
 from groupgrad.run_folder.render import duration
 from groupgrad.trainer.sampler_logprobs import MISMATCH

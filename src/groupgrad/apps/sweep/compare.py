@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from groupgrad.apps.runs.student import student_tail
 from groupgrad.apps.sweep.store import PromptRewards
 from groupgrad.apps.sweep.sweep_plan import Halving
+from groupgrad.evaluation.statistics import student_tail
 
 COMBINED = "reward"
 """Name of the weighted sum of all rewards."""

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from groupgrad.engines.native.decode_kernels import has_attention_kernels
-from groupgrad.engines.native.decode_tables import DecodeTables
+from groupgrad.engines.native.decode_kernels import DecodeTables, has_attention_kernels
 from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, StateShape
 from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table

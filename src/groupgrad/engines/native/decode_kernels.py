@@ -1,5 +1,6 @@
-"""Says whether Triton's kernels compute decode steps on a GPU. `GROUPGRAD_TRITON=0` turns them off.
+"""Says whether Triton's kernels compute decode steps on a GPU, and what they read of the rows.
 
+`GROUPGRAD_TRITON=0` turns them off.
 `engines/selection.py` compares what an engine samples by them with a plain forward pass, and leaves them if it differs.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
@@ -19,6 +21,22 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "GROUPGRAD_TRITON"
 """Environment variable; 0 turns the kernels off."""
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeTables:
+    """Lengths and groups of the rows of a decode step, on the device; see `StepShape` for the sizes."""
+
+    lengths: torch.Tensor
+    """(n,) int64 suffix tokens of each row before the step."""
+    prompt_lengths: torch.Tensor
+    """(n,) int64."""
+    groups: torch.Tensor
+    """(groups, 1 + rows per group) int64: a group's prompt length, then the numbers of its rows, -1 for none."""
+    num_suffix: int
+    """Suffix tokens that any row may have, the new one included."""
+    num_prompt: int
+    """Tokens of the longest prompt."""
 
 
 def has_attention_kernels(query: torch.Tensor) -> bool:

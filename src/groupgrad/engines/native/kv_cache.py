@@ -9,12 +9,12 @@ buffers into tensors of their own.
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-
-from groupgrad.engines.native import huge_pages
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +83,7 @@ class KVBuffer:
             new = []
             for i, dim in enumerate((layer.key_dim, layer.value_dim)):
                 size = (num_slots, layer.num_heads, slot_size, dim)
-                tensor = huge_pages.zeros(size, layer.dtype, layer.device)
+                tensor = zeros_in_large_pages(size, layer.dtype, layer.device)
                 if keep_slots:
                     kept = slice(keep_slots), slice(None), slice(keep_tokens)
                     tensor[kept] = self.tensors[number][i][kept]
@@ -270,3 +270,33 @@ def padded(number: int) -> int:
     """Rounds up to a power of two, or to three quarters of one beyond 16: few sizes with little padding."""
     power = 1 << (number - 1).bit_length()
     return power * 3 // 4 if power > 16 and power * 3 // 4 >= number else power
+
+
+LARGE_PAGE = 2 * 2**20
+"""Bytes of a large page, and of the smallest tensor that gets one."""
+
+
+def zeros_in_large_pages(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros. A large one on a Linux CPU gets a mapping of its own, for which large pages are requested.
+
+    A decode step reads all keys and values once. With pages of four kilobytes it looks up the address of a page every
+    sixteen keys, and a virtual machine walks two tables for each. By default Linux gives large pages only to memory
+    that asks for them (`/sys/kernel/mm/transparent_hugepage/enabled`).
+    """
+    num_bytes = math.prod(size) * dtype.itemsize
+    mapped = _mapped(num_bytes) if device.type == "cpu" and num_bytes >= LARGE_PAGE else None
+    return torch.zeros(*size, dtype=dtype, device=device) if mapped is None else mapped.view(dtype).view(*size)
+
+
+def _mapped(num_bytes: int) -> torch.Tensor | None:
+    """Bytes that begin at a large page, which the system clears when they are first written; None without support."""
+    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        memory = mmap.mmap(-1, num_bytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # the kernel has no large pages, or no memory, which torch will report
+        return None
+    every = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -every.data_ptr() % LARGE_PAGE
+    return every[start : start + num_bytes]

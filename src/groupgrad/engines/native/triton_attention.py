@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from groupgrad.engines.native.decode_tables import DecodeTables
+from groupgrad.engines.native.decode_kernels import DecodeTables
 from groupgrad.scoring.attention_layout import AttentionCall
 
 MIN_CHUNK = 256

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_ratio
-from groupgrad.objectives.covariance import covariances, num_of
 from groupgrad.objectives.measure import mean_where
-from groupgrad.objectives.method import Method, PolicyTerms, StepTokens, TokenLoss
+from groupgrad.objectives.method import Method, PolicyTerms, StepTokens, TokenLoss, covariances, num_of
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.registry import FRACTION, setting
 
