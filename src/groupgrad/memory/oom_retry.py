@@ -40,27 +40,6 @@ Backward = Callable[[torch.Tensor, bool], object]
 
 logger = logging.getLogger(__name__)
 
-TOKENS_PER_PASS_CPU, _WIDTH, _MOST_TIMES = 2048, 256, 8
-"""Tokens per training pass on a CPU, for models of hidden size `_WIDTH` or larger: larger passes only take more memory.
-
-Narrower models get more tokens, up to `_MOST_TIMES` as many. Python's overhead dominates their passes, and their
-activations are small.
-"""
-
-
-def tokens_per_pass(hidden_size: int = _WIDTH) -> int:
-    """Tokens of a training pass of a model on a CPU, unless the configuration sets them."""
-    return TOKENS_PER_PASS_CPU * min(_MOST_TIMES, max(1, _WIDTH // max(1, hidden_size)))
-
-
-STRETCH_TOKENS = 2048
-"""Maximum number of tokens of a long row that a layer computes at once."""
-
-
-def is_long(states: torch.Tensor) -> bool:
-    """True if hidden `states` (..., T, width) have more tokens than a pass is cut to, which only a long row causes."""
-    return states.shape[-2] > tokens_per_pass(states.shape[-1])
-
 
 class MemoryGuard:
     """Trains the micro-batches of a step one after the other, and cuts a micro-batch that runs out of memory.
@@ -106,8 +85,9 @@ class MemoryGuard:
         Raises RuntimeError if one row alone does not fit. Collective for ranks that share a model.
         """
         parts = self._within_limit(micro_batch)
+        # What is to be trained, as in the table above; False if its loss is recorded already.
         waiting = [(part, True) for part in parts]
-        if self._is_joint:
+        if self._is_joint:  # ranks that share a model make equally many passes
             num_passes = sum(part.passes != NO_PASS for part in parts)
             num_missing = max(dist.all_gather_objects(num_passes)) - num_passes
             waiting += [(micro_batch.without_rows(), False)] * num_missing
@@ -125,14 +105,23 @@ class MemoryGuard:
                 losses.append(loss)
         return losses
 
-    def _again(self, part: MicroBatch, is_first_time: bool, gradients_are_valid: bool) -> list[tuple[MicroBatch, bool]]:
-        """The parts to train after `part` did not fit, each with False if its loss has been recorded before."""
-        again = [(smaller, is_first_time) for smaller in self._smaller(part)]
-        if not gradients_are_valid:
-            self._clear()
-            again[:0] = [(done, False) for done in self._done]
-            self._done = []
-        return again
+    def _within_limit(self, micro_batch: MicroBatch) -> list[MicroBatch]:
+        """Parts whose rows all need the same passes, as large as a pass may be, within the limit learned so far."""
+        parts = micro_batch.by_passes()
+        if self._num_ranks > 1:
+            parts = [one for part in parts for one in part.split(min(self._num_ranks, len(part.rows) or 1))]
+        if self._max_cost is not None:
+            parts = [smaller for part in parts for smaller in part.split_to_size(self._max_cost)]
+        if self._limit is not None:
+            parts = [smaller for part in parts for smaller in self._cut(part, self._limit)]
+        return parts
+
+    def _cut(self, part: MicroBatch, limit: int) -> list[MicroBatch]:
+        """Splits a part into as few parts of similar cost as the limit allows; a row is never split."""
+        parts = [part]
+        while max(p.cost for p in parts) > limit and len(parts) < len(part.rows):
+            parts = part.split(len(parts) + 1)
+        return parts
 
     def _try(
         self, part: MicroBatch, forward: Forward, backward: Backward, *, is_last: bool
@@ -158,16 +147,27 @@ class MemoryGuard:
         collect_what_failed()
         return None, gradients_are_valid
 
-    def state_dict(self) -> dict[str, Any]:
-        """The learned size."""
-        return {"limit": self._limit}
+    def _again(self, part: MicroBatch, is_first_time: bool, gradients_are_valid: bool) -> list[tuple[MicroBatch, bool]]:
+        """The parts to train after `part` did not fit, each with False if its loss has been recorded before."""
+        again = [(smaller, is_first_time) for smaller in self._smaller(part)]
+        if not gradients_are_valid:
+            self._clear()
+            again[:0] = [(done, False) for done in self._done]
+            self._done = []
+        return again
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the learned size, except where ranks make each pass together: they cut by `max_tokens` alone."""
-        self._limit = state["limit"] if self._num_ranks == 1 and not self._is_joint else None
-
-    def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Returns None: with another number of ranks the size is learned anew."""
+    def _smaller(self, part: MicroBatch) -> list[MicroBatch]:
+        halves = part.split(2)
+        size = max(half.cost for half in halves)
+        self._limit = size if self._limit is None else min(size, self._limit)
+        batch = part.batch
+        logger.warning(
+            "a micro-batch of %d completions and %d tokens does not fit into memory and is trained in parts from now "
+            "on, with the same result; a lower per_device_train_batch_size or gradient_checkpointing=True avoids that",
+            batch.num_rows,
+            batch.num_tokens,
+        )
+        return halves
 
     def _hopeless(self, part: MicroBatch) -> str | None:
         """The error if a part that has run out of memory cannot be cut; None if it can."""
@@ -194,36 +194,16 @@ class MemoryGuard:
             )
         return None
 
-    def _smaller(self, part: MicroBatch) -> list[MicroBatch]:
-        halves = part.split(2)
-        size = max(half.cost for half in halves)
-        self._limit = size if self._limit is None else min(size, self._limit)
-        batch = part.batch
-        logger.warning(
-            "a micro-batch of %d completions and %d tokens does not fit into memory and is trained in parts from now "
-            "on, with the same result; a lower per_device_train_batch_size or gradient_checkpointing=True avoids that",
-            batch.num_rows,
-            batch.num_tokens,
-        )
-        return halves
+    def state_dict(self) -> dict[str, Any]:
+        """The learned size."""
+        return {"limit": self._limit}
 
-    def _within_limit(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """Parts whose rows all need the same passes, as large as a pass may be, within the limit learned so far."""
-        parts = micro_batch.by_passes()
-        if self._num_ranks > 1:
-            parts = [one for part in parts for one in part.split(min(self._num_ranks, len(part.rows) or 1))]
-        if self._max_cost is not None:
-            parts = [smaller for part in parts for smaller in part.split_to_size(self._max_cost)]
-        if self._limit is not None:
-            parts = [smaller for part in parts for smaller in self._cut(part, self._limit)]
-        return parts
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the learned size, except where ranks make each pass together: they cut by `max_tokens` alone."""
+        self._limit = state["limit"] if self._num_ranks == 1 and not self._is_joint else None
 
-    def _cut(self, part: MicroBatch, limit: int) -> list[MicroBatch]:
-        """Splits a part into as few parts of similar cost as the limit allows; a row is never split."""
-        parts = [part]
-        while max(p.cost for p in parts) > limit and len(parts) < len(part.rows):
-            parts = part.split(len(parts) + 1)
-        return parts
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Returns None: with another number of ranks the size is learned anew."""
 
 
 LARGE_MODEL = 16_000_000
@@ -286,3 +266,27 @@ def obstacle_to_cutting(args: Any) -> str | None:
     if "lomo" in optimizer or "layerwise" in optimizer:
         return f"optim={optimizer!r} changes weights while gradients are made, so that they cannot be made again"
     return None
+
+
+# ---------------------------------------------------------------------------------------------- sizes of a pass
+
+TOKENS_PER_PASS_CPU, _WIDTH, _MOST_TIMES = 2048, 256, 8
+"""Tokens per training pass on a CPU, for models of hidden size `_WIDTH` or larger: larger passes only take more memory.
+
+Narrower models get more tokens, up to `_MOST_TIMES` as many. Python's overhead dominates their passes, and their
+activations are small.
+"""
+
+
+def tokens_per_pass(hidden_size: int = _WIDTH) -> int:
+    """Tokens of a training pass of a model on a CPU, unless the configuration sets them."""
+    return TOKENS_PER_PASS_CPU * min(_MOST_TIMES, max(1, _WIDTH // max(1, hidden_size)))
+
+
+STRETCH_TOKENS = 2048
+"""Maximum number of tokens of a long row that a layer computes at once."""
+
+
+def is_long(states: torch.Tensor) -> bool:
+    """True if hidden `states` (..., T, width) have more tokens than a pass is cut to, which only a long row causes."""
+    return states.shape[-2] > tokens_per_pass(states.shape[-1])

@@ -200,7 +200,7 @@ class HeadGradRequest:
         return gradient * slope
 
     def factors(self, slope: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(L,) f and g, or None for 0: d loss / d (h @ W.T + b) of other tokens is p * (f + g * log2 p)."""
+        """(L,) f and k, or None for 0: d loss / d (h @ W.T + b) of other tokens is p * (f + k * log2 p)."""
         prob_factor = -self.prob_grad * slope
         if self.entropy_grad is None or self.entropy is None:
             return prob_factor, None
