@@ -22,7 +22,7 @@ _ROOMS = (
 )
 _INNER = ("scripts.utils",)
 """Modules in rooms, which `from groupgrad.scripts import utils` imports."""
-_OF_TRAINER = ("base_trainer", "grpo_config", "grpo_trainer", "judges", "model_config", "utils")
+_OF_TRAINER = ("base_trainer", "callbacks", "grpo_config", "grpo_trainer", "judges", "model_config", "utils")
 _TRAINERS = (
     *("bco", "cpo", "distillation", "dpo", "gkd", "kto", "nash_md", "online_dpo", "orpo", "ppo", "prm", "reward"),
     *("rloo", "sft", "xpo"),

@@ -77,10 +77,10 @@ from groupgrad.scoring.self_check import (
 )
 from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import component_options
-from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.checked_entry import GivenModel
 from groupgrad.trainer.gradients import GradientSums, GradientSync
 from groupgrad.trainer.run_recorder import Sender
+from groupgrad.trainer.run_state import EntropyController
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.types import Prompt
 

@@ -17,7 +17,7 @@ from groupgrad.errors import NonFiniteError
 from groupgrad.metrics import Metric, latest
 from groupgrad.models.shards import local_part
 from groupgrad.objectives import NonFiniteToken, PolicyLoss, nonfinite_tokens
-from groupgrad.trainer.callbacks import SameOnRanks
+from groupgrad.trainer.run_state import SameOnRanks
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from groupgrad import dist
@@ -70,7 +70,6 @@ from groupgrad.run_folder.run_card import write_run_card
 from groupgrad.run_folder.run_lock import locked
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.build import TrainerComponents
-from groupgrad.trainer.callbacks import LossWindow, RunState
 from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry, trials_from_present_weights
 from groupgrad.trainer.finite_steps import FiniteSteps
@@ -78,6 +77,7 @@ from groupgrad.trainer.gradients import GradientSums, GradientSync
 from groupgrad.trainer.hangs import Watch
 from groupgrad.trainer.resuming import Resume, raise_if_missing
 from groupgrad.trainer.run_recorder import RunRecorder
+from groupgrad.trainer.run_state import LossWindow, RunState
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.saves import Saves
 from groupgrad.trainer.step_log import (
@@ -485,3 +485,45 @@ class Hooks(TRLNames, Trainer):
         rows = range(first, first + len(prompts))
         seeds = [row_seed(self.args.seed, f"function/{dist.rank()}", self.state.global_step, row) for row in rows]
         return sample_completions(self.engine, self.prompt_maker, sampling, prompts, seeds)
+
+
+class TrainerActions(TrainerCallback):
+    """Calls the trainer when training begins, and after each optimizer step, before anything is logged or saved.
+
+    The intervals of logs, evaluations and checkpoints are those of the configuration: a checkpoint's state does not
+    replace them, and other callbacks may change them there.
+    """
+
+    def __init__(self, begin_training: Callable[[], None], end_step: Callable[[int], None]):
+        self._begin_training, self._end_step = begin_training, end_step
+        self._intervals: tuple[Any, ...] | None = None
+        """The intervals that the state was given last."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is placed, and perhaps sharded over ranks."""
+        self._intervals = None
+        self._follow_intervals(args, state)
+        self._begin_training()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """`state` counts the step just made."""
+        self._follow_intervals(args, state)
+        self._end_step(state.global_step)
+
+    def _follow_intervals(self, args: Any, state: Any) -> None:
+        intervals = args.save_steps, args.eval_steps, args.logging_steps
+        if intervals != self._intervals:
+            state.compute_steps(args, state.max_steps)
+            self._intervals = intervals
+
+
+def put_first(callbacks: list[TrainerCallback], actions: TrainerActions) -> None:
+    """Inserts the trainer's actions before all callbacks, some of which save.
+
+    transformers' JIT-checkpoint callback saves at whichever event follows a signal. A checkpoint between gradients and
+    update could not be resumed, so it is delayed to the end of the step.
+    """
+    for callback in callbacks:
+        if type(callback).__name__ == "JITCheckpointCallback":
+            callback.on_pre_optimizer_step = lambda *args, **kwargs: None
+    callbacks.insert(0, actions)

@@ -26,8 +26,8 @@ from groupgrad.batch import Batch
 from groupgrad.config.launcher import holds_parts
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
-from groupgrad.trainer.callbacks import SameOnRanks
 from groupgrad.trainer.resuming import Resume
+from groupgrad.trainer.run_state import SameOnRanks
 from groupgrad.trainer.saves import Saves
 
 logger = logging.getLogger(__name__)

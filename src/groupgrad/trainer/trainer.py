@@ -63,7 +63,6 @@ from groupgrad.scoring.forward import errors_of_passes, score_tokens, shares_beg
 from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer import build, component_options, dataset_checks
-from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
 from groupgrad.trainer.checked_entry import check_model, follow_options, one_thread
 from groupgrad.trainer.constructor_arguments import (
     check_optimizer,
@@ -74,7 +73,8 @@ from groupgrad.trainer.constructor_arguments import (
 )
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.gradients import deterministic_cpu
-from groupgrad.trainer.hooks import Hooks
+from groupgrad.trainer.hooks import Hooks, TrainerActions, put_first
+from groupgrad.trainer.run_state import RunState
 from groupgrad.trainer.sampler_logprobs import precompute_gradient
 from groupgrad.trainer.step_log import MismatchWatch, StepLog, tolerance
 from groupgrad.trainer.trl_names import check_overrides

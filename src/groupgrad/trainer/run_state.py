@@ -1,9 +1,9 @@
-"""Actions between optimizer steps, and the state that a run carries besides its weights."""
+"""The state that a run carries besides weights, optimizer, schedule and random streams: `RunState`, and parts of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,48 +153,6 @@ class EntropyController(SameOnRanks):
         if self.adaptive:
             self.coef, self._last_entropy = state["coef"], state["last_entropy"]
             self.applied = applied_entropy_coef(self.coef, self._last_entropy, target=self.target)
-
-
-class TrainerActions(TrainerCallback):
-    """Calls the trainer when training begins, and after each optimizer step, before anything is logged or saved.
-
-    The intervals of logs, evaluations and checkpoints are those of the configuration: a checkpoint's state does not
-    replace them, and other callbacks may change them there.
-    """
-
-    def __init__(self, begin_training: Callable[[], None], end_step: Callable[[int], None]):
-        self._begin_training, self._end_step = begin_training, end_step
-        self._intervals: tuple[Any, ...] | None = None
-        """The intervals that the state was given last."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is placed, and perhaps sharded over ranks."""
-        self._intervals = None
-        self._follow_intervals(args, state)
-        self._begin_training()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """`state` counts the step just made."""
-        self._follow_intervals(args, state)
-        self._end_step(state.global_step)
-
-    def _follow_intervals(self, args: Any, state: Any) -> None:
-        intervals = args.save_steps, args.eval_steps, args.logging_steps
-        if intervals != self._intervals:
-            state.compute_steps(args, state.max_steps)
-            self._intervals = intervals
-
-
-def put_first(callbacks: list[TrainerCallback], actions: TrainerActions) -> None:
-    """Inserts the trainer's actions before all callbacks, some of which save.
-
-    transformers' JIT-checkpoint callback saves at whichever event follows a signal. A checkpoint between gradients and
-    update could not be resumed, so it is delayed to the end of the step.
-    """
-    for callback in callbacks:
-        if type(callback).__name__ == "JITCheckpointCallback":
-            callback.on_pre_optimizer_step = lambda *args, **kwargs: None
-    callbacks.insert(0, actions)
 
 
 class LossWindow(TrainerCallback):

@@ -1,11 +1,11 @@
-"""State of callbacks in checkpoints."""
+"""State of a run in checkpoints."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from groupgrad import dist
-from groupgrad.trainer.callbacks import RunState
+from groupgrad.trainer.run_state import RunState
 
 
 class Counter:
