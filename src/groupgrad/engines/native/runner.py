@@ -1,10 +1,16 @@
 """Decode steps: one new token for each running row, in the way that is fastest for the model and the device."""
 
+# A model has one of three forms that compute a step, by its family and device:
+#
+#   modules    the model's own modules: any model
+#   direct     `DirectModel`: a common decoder, the same formulas in fewer calls
+#   compiled   `CompiledModel`: a common decoder on a CPU, all layers in one call of C++
+#
 # The life of decode steps. `DecodeRunner.step_for` makes a step for a set of rows, which keep their slots meanwhile:
 #
-#   RecordedStep   on a GPU     replays a CUDA graph, and launches several steps before the host reads their tokens
-#   CompiledRun    on a CPU     several steps in one call of C++, which sees the ends of rows itself
-#   EagerStep      anywhere     one step, in the direct form or in the model's modules
+#   RecordedStep   modules, direct on a GPU   replays a CUDA graph, several times before the host reads the tokens
+#   CompiledRun    compiled                   several steps in one call of C++, which sees the ends of rows itself
+#   EagerStep      modules, direct            one step, where neither of the others is possible
 #
 #   rows stay           `run` adds tokens to them, as far ahead of the host as `run_ahead` allows
 #   rows change         the session asks for another step; a recorded one of the same sizes takes the new rows
@@ -45,14 +51,6 @@ stored."""
 
 
 @dataclass(slots=True)
-class StepFindings:
-    """Findings about the decode steps of a model; they hold as long as its modules stay the same."""
-
-    can_record: bool = True
-    """False once a step of the model could not be recorded."""
-
-
-@dataclass(slots=True)
 class RunningRows:
     """Tensors (n,) of the running rows, in the order of their slots."""
 
@@ -69,15 +67,6 @@ class RunningRows:
     def positions(self) -> torch.Tensor:
         """Positions of `tokens`."""
         return self.starts + self.counts - 1
-
-
-@dataclass(slots=True, frozen=True)
-class StepForm:
-    """A form of a model that computes a step for any rows: its modules, or its direct form."""
-
-    path: str
-    """`modules` or `direct`."""
-    compute: Compute
 
 
 # ---------------------------------------------------------------------------------------- three kinds of step
@@ -181,6 +170,14 @@ class RecordedStep:
 # ---------------------------------------------------------------------------------------- the choice among them
 
 
+@dataclass(slots=True)
+class StepFindings:
+    """Findings about the decode steps of a model; they hold as long as its modules stay the same."""
+
+    can_record: bool = True
+    """False once a step of the model could not be recorded."""
+
+
 class DecodeRunner:
     """Makes decode steps: recorded ones if `record` is given and works, else compiled or eager ones.
 
@@ -220,13 +217,15 @@ class DecodeRunner:
                 fall_back(logger, what, f"they cannot be recorded ({type(error).__name__}: {error})")
         if isinstance(self.direct, CompiledModel):
             return CompiledRun(CompiledStep(self.direct, self.cache, batch))
-        form, attention = self._form(), DecodeLayout(self.cache, batch, uses_triton=self._uses_triton)
-        return EagerStep("eager" if self._device.type == "cuda" else form.path, form.compute, attention)
+        path, compute = self._form()
+        attention = DecodeLayout(self.cache, batch, uses_triton=self._uses_triton)
+        return EagerStep("eager" if self._device.type == "cuda" else path, compute, attention)
 
-    def _form(self) -> StepForm:
+    def _form(self) -> tuple[str, Compute]:
+        """The name of a form that computes steps of any rows, and the form."""
         if isinstance(self.direct, DirectModel):
-            return StepForm("direct", self.direct)
-        return StepForm("modules", functools.partial(step_logits, self._model))
+            return "direct", self.direct
+        return "modules", functools.partial(step_logits, self._model)
 
     def disable_direct(self) -> None:
         """Lets the model's modules compute all further steps."""
@@ -265,13 +264,14 @@ class DecodeRunner:
         return self._recorded[shape]
 
     def _record_step(self, batch: DecodeBatch, shape: StepShape, record: Recorder) -> RecordedStep:
-        form, attention = self._form(), DecodeLayout(self.cache, batch, shape, uses_triton=self._uses_triton)
+        path, compute = self._form()
+        attention = DecodeLayout(self.cache, batch, shape, uses_triton=self._uses_triton)
         ids, positions = (torch.zeros(shape.num_rows, dtype=torch.int64, device=self._device) for _ in range(2))
 
         def work() -> torch.Tensor:
             # Masks depend on lengths, so the recording has to include their computation.
             attention.drop_masks()
-            return form.compute(ids, positions, attention)
+            return compute(ids, positions, attention)
 
         def trial() -> torch.Tensor:
             # The first replay writes the same keys and values again, but would update recurrent states a second time.
@@ -281,4 +281,4 @@ class DecodeRunner:
         buffers = (self.cache.suffixes, self.cache.prompts)
         stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]
         stored += self.cache.suffixes.states
-        return RecordedStep(form.path, attention, ids, positions, record(work, stored, trial))
+        return RecordedStep(path, attention, ids, positions, record(work, stored, trial))
