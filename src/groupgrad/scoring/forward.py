@@ -65,37 +65,6 @@ class ForwardOptions:
     all ranks gather the weights of the vision tower."""
 
 
-def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
-    """The layout that `model` runs in.
-
-    The load-balancing loss counts every token of every row. A model whose loss cannot weigh a shared prompt by its rows
-    gets a copy of the prompt for each row.
-    """
-    if options.layout is not None:
-        return options.layout
-    if flat_obstacle(model) is not None or (model.training and attention_dropout(model)):
-        return "dense"
-    return "packed" if options.aux_loss and not options.weighs_balance else "shared"
-
-
-def shares_beginnings(model: nn.Module, options: ForwardOptions) -> bool:
-    """True if passes without images compute once what several prompts begin with.
-
-    The load-balancing loss counts the tokens of every prompt, and on a ring of ranks no layout has copies of tokens.
-    """
-    is_shared = layout_for(model, options) == "shared" and continues_prefixes(model)
-    return is_shared and not options.aux_loss and options.rank_group is None
-
-
-def errors_of_passes(model: nn.Module) -> AbstractContextManager[None]:
-    """Context of passes that score whole rows: an error in one is raised on all ranks, unless they share the model.
-
-    Ranks that share it wait inside the pass, where no agreement on an error reaches them. There the failed rank raises
-    its error at once, and in training the watch over the run ends the others with it.
-    """
-    return nullcontext() if is_sharded(model) else dist.errors_on_all_ranks()
-
-
 def score_tokens(
     model: nn.Module,
     batch: Batch,
@@ -162,14 +131,26 @@ def forward_inputs(model: nn.Module, batch: Batch, options: ForwardOptions) -> F
     return with_beginnings_once(inputs) if shares_beginnings(model, options) and not batch.has_images else inputs
 
 
-def _needs_placeholder(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:
-    """True if a pass has to compute a row beside the batch's, since ranks that share a model make the same passes.
+def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
+    """The layout that `model` runs in.
 
-    A rank without tokens runs the layers for that row, and under ZeRO-3 one without images the vision tower.
+    The load-balancing loss counts every token of every row. A model whose loss cannot weigh a shared prompt by its rows
+    gets a copy of the prompt for each row.
     """
-    if not batch.num_tokens:
-        return not batch.num_rows or is_sharded(model)
-    return options.image_example is not None and not batch.has_images and is_zero_sharded(model)
+    if options.layout is not None:
+        return options.layout
+    if flat_obstacle(model) is not None or (model.training and attention_dropout(model)):
+        return "dense"
+    return "packed" if options.aux_loss and not options.weighs_balance else "shared"
+
+
+def shares_beginnings(model: nn.Module, options: ForwardOptions) -> bool:
+    """True if passes without images compute once what several prompts begin with.
+
+    The load-balancing loss counts the tokens of every prompt, and on a ring of ranks no layout has copies of tokens.
+    """
+    is_shared = layout_for(model, options) == "shared" and continues_prefixes(model)
+    return is_shared and not options.aux_loss and options.rank_group is None
 
 
 def _hook_for(
@@ -188,6 +169,13 @@ def _hook_for(
     # Elsewhere a GPU computes tokens without a gradient too, since to find them the host would wait for it.
     hook.has_few_gradients = tokens.device.type != "cuda" or batch.totals.entropy_threshold is not None
     return hook if bool(on_host(batch.trained).all()) else hook.at(_loss_tokens(batch))
+
+
+def _loss_tokens(batch: Batch) -> torch.Tensor:
+    """Indices of the loss tokens. Keeps at least one token: the head cannot run on an empty input."""
+    places = on_host(batch.trained).nonzero().flatten()
+    places = places if len(places) else places.new_zeros(min(1, batch.num_tokens))
+    return to_device(places, batch.trained.device)
 
 
 def _score_pass(model: nn.Module, inputs: ForwardInputs, hook: HeadHook, options: ForwardOptions) -> TokenScores:
@@ -212,13 +200,6 @@ def _is_linear(head: nn.Module | None, transform: LogitTransform | None) -> bool
     return layer is not None and layer.linear.bias is None and transform is not None and transform.softcap is None
 
 
-def _loss_tokens(batch: Batch) -> torch.Tensor:
-    """Indices of the loss tokens. Keeps at least one token: the head cannot run on an empty input."""
-    places = on_host(batch.trained).nonzero().flatten()
-    places = places if len(places) else places.new_zeros(min(1, batch.num_tokens))
-    return to_device(places, batch.trained.device)
-
-
 def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> TokenScores:
     """Spreads the scores of the tokens at `places` over all tokens; the others score 0."""
     logprobs, entropy = (
@@ -226,6 +207,16 @@ def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> Toke
         for values in (scores.logprobs, scores.entropy)
     )
     return replace(scores, logprobs=logprobs, entropy=entropy)
+
+
+def _needs_placeholder(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:
+    """True if a pass has to compute a row beside the batch's, since ranks that share a model make the same passes.
+
+    A rank without tokens runs the layers for that row, and under ZeRO-3 one without images the vision tower.
+    """
+    if not batch.num_tokens:
+        return not batch.num_rows or is_sharded(model)
+    return options.image_example is not None and not batch.has_images and is_zero_sharded(model)
 
 
 def _placeholder(options: ForwardOptions) -> Batch:
@@ -289,6 +280,15 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def errors_of_passes(model: nn.Module) -> AbstractContextManager[None]:
+    """Context of passes that score whole rows: an error in one is raised on all ranks, unless they share the model.
+
+    Ranks that share it wait inside the pass, where no agreement on an error reaches them. There the failed rank raises
+    its error at once, and in training the watch over the run ends the others with it.
+    """
+    return nullcontext() if is_sharded(model) else dist.errors_on_all_ranks()
 
 
 class OldAndRefScorer:
