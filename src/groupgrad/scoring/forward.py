@@ -82,12 +82,14 @@ def score_tokens(
     `options.rank_group`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the
     ranks' gradients add up to the gradient of the sum of their losses.
     """
-    score = partial(_score_rows, model, options=options)
     if _needs_placeholder(model, batch, options):
         from groupgrad.integrations.sharding.sharded_scores import score_beside
 
-        score = partial(score_beside, _placeholder(options).to(batch.offsets.device), score)
-    scores = score(batch.by_branch(), precomputed=precomputed, tap=tap)
+        score = partial(_score_rows, model, options=options)
+        placeholder = _placeholder(options).to(batch.offsets.device)
+        scores = score_beside(placeholder, score, batch.by_branch(), precomputed, tap)
+    else:
+        scores = _score_rows(model, batch.by_branch(), options, precomputed, tap)
     if is_fully_sharded(model):
         from groupgrad.integrations.sharding.sharded_scores import with_vision_tower
 
@@ -107,13 +109,14 @@ def _score_rows(
     if batch.has_images:
         inputs = with_images(model, batch, inputs)
     hook = _hook_for(batch, inputs, options, precomputed, tap)
-    score_pass = partial(_score_pass, model, options=options)
     # Dense rows have no flat tokens to cut: every rank of the group computes them all.
-    if options.rank_group is not None and inputs.attention is not None:
+    if options.rank_group is None or inputs.attention is None:
+        scores = _score_pass(model, inputs, hook, options)
+    else:
         from groupgrad.integrations.sharding.context_split import score_over_ranks
 
-        score_pass = partial(score_over_ranks, score_pass, group=options.rank_group)
-    scores = score_pass(inputs, hook)
+        score_pass = partial(_score_pass, model, options=options)
+        scores = score_over_ranks(score_pass, inputs, hook, options.rank_group)
     return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
 
 
