@@ -5,6 +5,16 @@ loop and takes its requests. Each branch of its conversations is a coroutine of 
 several completions at once, and so that a branch keeps its keys and values in the engine until the rollout ends.
 """
 
+# The way of a request, from the program to rows of a batch:
+#
+#   make_app                    server.py: reads the request into a `Question` for the session of its key
+#   AgentSession.ask            session.py: queues it for the rollout
+#   _Program.run, _take         finds the branch that it continues (`Conversations.find`), or begins one
+#   _serve_branch, _answer      samples in the engine; `read_sample` makes the answer
+#   Conversations.answered      appends the sampled ids to the branch
+#   _Program._rollout           once the program has returned: all branches end to end, its reward
+#   Batch.by_branch             batch.py: makes each branch a row for the forward pass
+
 from __future__ import annotations
 
 import functools

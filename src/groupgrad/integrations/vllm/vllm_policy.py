@@ -4,6 +4,16 @@
 (`server_pool`): its weights are those of the last push. `VLLMPolicy` decides when the policy is pushed.
 """
 
+# The way of a push:
+#
+#   RolloutPrefetcher                     before each generation batch
+#   VLLMPolicy.refresh                    unless vLLM has the weights of this step
+#   VLLMColocateEngine._push              `push_in_process`: by reference, in the training process
+#   VLLMServerPool._push                  otherwise, to each server that answers:
+#   ServerClient.push_weights             look, meet, start, an update for each bucket, finish
+#   Routes.route_start, _update, _finish  pause the server's rows, hand each call to vLLM's workers, go on
+#   WeightReceiver                        in each worker: loads the buckets, compares checksum and names
+
 from __future__ import annotations
 
 import threading
