@@ -146,8 +146,8 @@ class Hooks(TRLNames, Trainer):
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
     """Completions that rollout functions have asked for in this optimizer step."""
 
-    def _follow_steps(self) -> None:
-        """Adds the callbacks that keep or record a part of the run."""
+    def _make_run_objects(self) -> None:
+        """Makes the objects that the hooks call, and adds those that are callbacks."""
         self.changed_options = ChangedOptions(self.args)
         self.resume = Resume(self)
         self.saves = Saves(self, self.resume)

@@ -522,7 +522,7 @@ class GRPOTrainer(Hooks):
         self.remove_callback(PlainProgressCallback)
         self.add_callback(self.progress)
         put_first(self.callback_handler.callbacks, TrainerActions(self._prepare_steps, self._end_step))
-        self._follow_steps()
+        self._make_run_objects()
         with dist.errors_on_all_ranks():
             self.completion_log = build.build_completion_log(config)
         if config.use_vllm:
