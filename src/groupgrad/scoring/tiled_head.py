@@ -1,8 +1,9 @@
 """Log-probs and entropies straight from hidden states; no tensor of size (tokens, V) ever exists.
 
-The work is done in tiles over tokens and vocabulary (`head_tiles.py`); the backward pass computes the logits that it
-needs again. Counted in products of size L x V x H, a step costs four: logits; logits again, the gradient of the states,
-the gradient of the weight. A frozen head needs two of them, and a precomputed log-prob gradient saves one.
+`HeadHook.scores_of` computes the same from all logits at once. Here the work is done in tiles over tokens and
+vocabulary (`head_tiles.py`); the backward pass computes the logits that it needs again. Counted in products of size
+L x V x H, a step costs four: logits; logits again, the gradient of the states, the gradient of the weight. A frozen
+head needs two of them, and a precomputed log-prob gradient saves one.
 """
 
 from __future__ import annotations
