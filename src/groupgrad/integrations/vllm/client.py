@@ -71,11 +71,6 @@ class ServerClient:
         self.looking: Future[dict[str, Any]] | None = None
         """A look, in a thread, whether a lost server is back; its result is the server's `info`."""
 
-    @property
-    def is_back(self) -> bool:
-        """True for a lost server that answers again."""
-        return self.looking is not None and self.looking.done() and self.looking.exception() is None
-
     def connect(self, model: nn.Module, num_tokens: int, is_given_up: Callable[[], bool]) -> None:
         """Waits for the server, and checks that it serves this model and contexts of `num_tokens`.
 
@@ -106,51 +101,6 @@ class ServerClient:
         except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
             error.args = (f"pushing version {push.policy_step} to {self.address} failed: {error}",)
             raise
-
-    def close(self) -> None:
-        """Leaves the server; it keeps its weights, and another trainer may push to it."""
-        if self._chosen is not None:
-            self._chosen[1].close()
-        self._chosen = None
-
-    def look(self) -> dict[str, Any]:
-        """Asks the server for its `info`. ConnectionError if it does not answer, ValueError if it does not fit."""
-        info = call(self.address, "info", timeout_s=LOOK_TIMEOUT_S)
-        self._check_fit(info)
-        return info
-
-    def look_at_workers(self) -> None:
-        """ConnectionError or ServerRefused if the server's workers do not answer."""
-        call(self.address, "init", {}, timeout_s=LOOK_TIMEOUT_S)
-
-    def is_restarted(self) -> bool:
-        """True if the server has been restarted since `info` was read, or does not answer."""
-        try:
-            return self.look()["start_id"] != self.info.get("start_id")
-        except (ConnectionError, ServerRefused):
-            return True
-
-    def _check_fit(self, info: dict[str, Any]) -> None:
-        """ValueError if a server with this `info` does not fit."""
-        if info.get("protocol") != PROTOCOL:
-            raise ValueError(
-                f"the vLLM server {self.address} speaks protocol {info.get('protocol', 'none')} (groupgrad "
-                f"{info.get('release', 'of an older release')}), and this trainer speaks protocol {PROTOCOL} "
-                f"(groupgrad {__version__}); start the server with the trainer's release"
-            )
-        if (backend := info.get("backend", BACKEND)) != BACKEND:
-            raise ValueError(
-                f"the vLLM server {self.address} takes weights by the backend {backend!r}, which does not compare them "
-                f"with what was sent; start it by `groupgrad vllm-serve` (--weight-transfer-config {TRANSFER_CONFIG!r})"
-            )
-        if (count := info.get("num_processes", 1)) != 1:
-            raise ValueError(
-                f"the vLLM server {self.address} answers from {count} processes, and each would know of its own pushes "
-                "alone; start it with --api-server-count 1"
-            )
-        problems = incompatibilities(*self._served, info) if self._served is not None else []
-        if problems:
-            raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
     def push_weights(self, source: Any, weight_version: str, *, keeps_rows: bool = False) -> None:
         """Makes a whole push of a `WeightSource`, in the phases of vLLM's weight transfer.
@@ -201,6 +151,56 @@ class ServerClient:
             "timeout_s": self.timeout_s,
         }
         call(self.address, "adapter", config + tensors, query=query, timeout_s=self.timeout_s + 5.0)
+
+    def close(self) -> None:
+        """Leaves the server; it keeps its weights, and another trainer may push to it."""
+        if self._chosen is not None:
+            self._chosen[1].close()
+        self._chosen = None
+
+    def look(self) -> dict[str, Any]:
+        """Asks the server for its `info`. ConnectionError if it does not answer, ValueError if it does not fit."""
+        info = call(self.address, "info", timeout_s=LOOK_TIMEOUT_S)
+        self._check_fit(info)
+        return info
+
+    def look_at_workers(self) -> None:
+        """ConnectionError or ServerRefused if the server's workers do not answer."""
+        call(self.address, "init", {}, timeout_s=LOOK_TIMEOUT_S)
+
+    @property
+    def is_back(self) -> bool:
+        """True for a lost server that answers again."""
+        return self.looking is not None and self.looking.done() and self.looking.exception() is None
+
+    def is_restarted(self) -> bool:
+        """True if the server has been restarted since `info` was read, or does not answer."""
+        try:
+            return self.look()["start_id"] != self.info.get("start_id")
+        except (ConnectionError, ServerRefused):
+            return True
+
+    def _check_fit(self, info: dict[str, Any]) -> None:
+        """ValueError if a server with this `info` does not fit."""
+        if info.get("protocol") != PROTOCOL:
+            raise ValueError(
+                f"the vLLM server {self.address} speaks protocol {info.get('protocol', 'none')} (groupgrad "
+                f"{info.get('release', 'of an older release')}), and this trainer speaks protocol {PROTOCOL} "
+                f"(groupgrad {__version__}); start the server with the trainer's release"
+            )
+        if (backend := info.get("backend", BACKEND)) != BACKEND:
+            raise ValueError(
+                f"the vLLM server {self.address} takes weights by the backend {backend!r}, which does not compare them "
+                f"with what was sent; start it by `groupgrad vllm-serve` (--weight-transfer-config {TRANSFER_CONFIG!r})"
+            )
+        if (count := info.get("num_processes", 1)) != 1:
+            raise ValueError(
+                f"the vLLM server {self.address} answers from {count} processes, and each would know of its own pushes "
+                "alone; start it with --api-server-count 1"
+            )
+        problems = incompatibilities(*self._served, info) if self._served is not None else []
+        if problems:
+            raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
 
 def _default_device() -> torch.device:
