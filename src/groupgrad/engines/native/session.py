@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,8 +41,15 @@ FIRST_TOKEN_ROWS = 64
 RUN_SECONDS = 0.05
 """Decode steps run for about this long between calls of the scheduler; a small model's step takes less."""
 
-_Begun = tuple[Group, Group, int]
-"""A prompt to be computed, one in which its first tokens are stored, and the number of these."""
+
+class _PromptPass(NamedTuple):
+    """A prompt to be computed from a token on."""
+
+    group: Group
+    source: Group
+    """The prompt in whose slot the tokens before are stored, perhaps `group` itself."""
+    start: int
+    """The number of these tokens."""
 
 
 @dataclass(slots=True)
@@ -240,38 +247,43 @@ class NativeSession:
         without_logits = {id(s.group): s.group for s in fresh if s.group.first_logits is None}.values()
         stored = [group for group in without_logits if group not in new_groups]
         has_states = bool(self._cache.state_tokens)
-        turns = self._in_turn([g for g in new_groups if g.media is None and not has_states], len(new_groups)) or [[]]
-        turns[0] += [(g, g, _start_of_last_pass(g, has_states)) for g in stored]
-        turns[0] += [(g, g, 0) for g in new_groups if g.media is not None or has_states]
-        for begun in turns:
-            self._prefill_prompts(begun)
+        # What prompts begin with alike is computed once; images and states belong to whole prompts.
+        whole = [g for g in new_groups if g.media is not None or has_states]
+        lists = self._in_order([g for g in new_groups if g not in whole], len(new_groups)) or [[]]
+        lists[0] += [_PromptPass(g, g, _start_of_last_pass(g, has_states)) for g in stored]
+        lists[0] += [_PromptPass(g, g, 0) for g in whole]
+        for passes in lists:
+            self._prefill_prompts(passes)
         first_slot = len(self._scheduler.running) - len(sequences)
         slots = list(enumerate(sequences, first_slot))
         self._cache.begin_suffixes([(slot, s.group.slot) for slot, s in slots if not s.num_stored])
         self._sample_first_tokens(fresh)
         self._prefill_suffixes([(slot, s) for slot, s in slots if s.num_stored])
 
-    def _in_turn(self, groups: list[Group], num_new: int) -> list[list[_Begun]]:
+    def _in_order(self, groups: list[Group], num_new: int) -> list[list[_PromptPass]]:
         """New prompts, in lists to be computed one after the other.
 
         A prompt that has more in common with another new one than with those stored, such as a system prompt, comes
         in a later list than that one.
         """
-        waiting, turns = [self._begun(group, num_new) for group in groups], []
+        waiting, lists = [self._behind_stored(group, num_new) for group in groups], []
         # In this order a prompt begins with as much of the one before it as of any earlier one.
-        waiting.sort(key=lambda begun: begun[0].prompt_ids)
+        waiting.sort(key=lambda one: one.group.prompt_ids)
         while waiting:
             now, later = waiting[:1], []
-            for group, source, start in waiting[1:]:
-                last = now[-1][0]
-                common = _num_common(group.prompt_ids[:-1], last.prompt_ids, start + LEAST_SHARED)
-                (later if common else now).append((group, last, common) if common else (group, source, start))
-            turns.append(now)
+            for one in waiting[1:]:
+                last = now[-1].group
+                common = _num_common(one.group.prompt_ids[:-1], last.prompt_ids, one.start + LEAST_SHARED)
+                if common:
+                    later.append(_PromptPass(one.group, last, common))
+                else:
+                    now.append(one)
+            lists.append(now)
             waiting = later
-        return turns
+        return lists
 
-    def _begun(self, group: Group, num_new: int) -> _Begun:
-        """A new prompt, with the stored one that it has most in common with.
+    def _behind_stored(self, group: Group, num_new: int) -> _PromptPass:
+        """The pass of a new prompt behind what it has in common with a stored one, the one that shares most.
 
         An agent that rewrites its history, or opens a sub-agent, sends a new prompt that begins as an earlier one.
         """
@@ -281,14 +293,14 @@ class NativeSession:
             if most < len(ids) and other.media is None:
                 common = _num_common(ids, other.prompt_ids, max(LEAST_SHARED, most + 1))
                 most, source = (common, other) if common else (most, source)
-        return group, source, most
+        return _PromptPass(group, source, most)
 
-    def _prefill_prompts(self, begun: list[_Begun]) -> None:
-        """Computes prompts, each from a place on; the tokens before it are stored."""
-        for group, source, start in begun:
+    def _prefill_prompts(self, passes: list[_PromptPass]) -> None:
+        """Computes prompts, each from its start on; the tokens before it are stored."""
+        for group, source, start in passes:
             if source is not group:
                 self._cache.prompts.move([(source.slot, group.slot)], start)
-        runs = [(g, PrefillRun(g.prompt_ids[start:], g.slot, start, images=g.prompt_images)) for g, _, start in begun]
+        runs = [(g, PrefillRun(g.prompt_ids[start:], g.slot, start, images=g.prompt_images)) for g, _, start in passes]
         for pack in _packs(runs, self._prefill_tokens):
             for (group, _), row in zip(pack, self._prefill([run for _, run in pack], self._cache.prompts)):
                 if group.num_fresh:
