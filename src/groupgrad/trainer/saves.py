@@ -1,5 +1,15 @@
 """Writes the checkpoints of a run: whole or not there."""
 
+# What a checkpoint holds, in the order in which `checkpoints/saving.py` has it written to a folder aside:
+#
+#   the model        as `save_model` writes it; in shards for a run under FSDP that may resume
+#   the optimizer    with schedule and scaler                       not with `save_only_model`
+#   the run's state  random streams, and `RunState` of each rank    not with `save_only_model`
+#   the trainer's    counts, logs, the best step, states of callbacks
+#   the manifest     `_description`, and size and digest of each file; then the folder gets its name
+#
+# `checkpoints/choosing.py` verifies the digests before a run resumes, and `resuming.py` loads in the order above.
+
 from __future__ import annotations
 
 import json
