@@ -196,6 +196,7 @@ class Hooks(TRLNames, Trainer):
         dist.limit_waiting(self.args.ddp_timeout)
         self.trial = trial
         try:
+            # A signal's checkpoint is written inside all others: watched, recorded, in the locked folder.
             with (
                 self.progress,
                 self._in_run_folder(),
