@@ -276,7 +276,6 @@ def test_several_processes_refuse_updates_in_the_backward_pass(monkeypatch, opti
         ({"context_parallel_size": 2, "fsdp": True}, "fsdp (leave it unset)"),
         ({"context_parallel_size": 2, "deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed (leave it unset)"),
         ({"context_parallel_size": 2, "torch_compile": True}, "torch_compile=True (set it to False)"),
-        ({"context_parallel_size": 4, "record_gradient_share": True}, "record_gradient_share=True (set it to False)"),
     ],
 )
 def test_processes_that_train_rows_together_exclude(monkeypatch, settings, text):

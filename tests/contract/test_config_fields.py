@@ -117,7 +117,6 @@ SHOWN = {  # fields that no row of tests/mutations.yaml disconnects, and the tes
     "reward_model_offload": REWARD_MODELS,
     "log_completions_hub_repo": "tests/contract/test_hub.py::test_completions_are_uploaded",
     "rollouts_keep": "tests/trainer/test_run_folder.py::test_rollouts_keep_bounds_the_folder_and_is_said_once",
-    "record_gradient_share": "tests/trainer/test_gradient_share.py::test_shares_equal_a_pass_for_each_row",
     "record_spans": "tests/trainer/test_run_traces.py::test_steps_rollouts_and_events_are_spans",
 }
 

@@ -81,7 +81,6 @@ CASES: dict[str, dict[str, Any]] = {
         "eval_steps": 2,
         "log_completions": True,
         "num_completions_to_print": 0,
-        "record_gradient_share": True,
     },
     "grpo": {
         **TWO_STEPS,

@@ -63,7 +63,7 @@ def write_run(
         if step in evaluated:
             held_out = RolloutFiles(folder / run_files.EVAL_ROLLOUTS / "eval", rank=0, keep_bytes=10**9, seed=seed)
             part = _rows(step / steps, eval_rows, tokens, generator, numbers, hostile=False)
-            part.phase, part.gradient_shares = "eval", None
+            part.phase = "eval"
             held_out.write(step, [to_table(step, part)], max_steps=steps)
         if step == 0:
             continue
@@ -121,7 +121,6 @@ def _rows(
     correct = [1.0 if generator.random() < 0.2 + 0.7 * progress else 0.0 for _ in range(rows)]
     short = [1 - length / tokens for length in lengths]
     combined = [one + 0.2 * two for one, two in zip(correct, short)]
-    shares = numbers.normal(1 / offsets[-1], 3 / offsets[-1], offsets[-1])
     by_turn = {
         row: torch.tensor([[torch.nan, 0.5], [correct[row], short[row] - 0.5]], dtype=torch.float64)
         for row, rollout in enumerate(rollouts)
@@ -146,7 +145,6 @@ def _rows(
         turn_advantages=[[-0.25, 0.5][: len(rollout.turns)] for rollout in rollouts],
         logprobs=-numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
         entropy=numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
-        gradient_shares=shares.astype(np.float32),
     )
 
 
@@ -202,7 +200,6 @@ def _metrics(step: int, steps: int, part: StoredRows, numbers: np.random.Generat
         "completions/mean_length": float(np.mean(lengths)),
         "completions/max_length": float(np.max(lengths)),
         "completions/clipped_ratio": float(np.mean(truncated)),
-        "gradient/signal_to_noise": 0.4 + progress + noise,
         "sampling/logp_mismatch": 1e-6 + abs(noise) * 1e-6,
         "step_time": 5.0,
         "time/sampling": 3.0 + noise,

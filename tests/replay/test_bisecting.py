@@ -33,10 +33,9 @@ def flipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_equal_runs_have_no_difference(clean, tmp_path):
-    """Nor is there one in what only one run records: other logging steps mean other windows of logged means, and
-    gradient shares are recorded on request."""
+    """Nor is there one in what only one run records: other logging steps mean other windows of logged means."""
     again = tmp_path / "again"
-    make_trainer(again, max_steps=STEPS, logging_steps=3, record_gradient_share=True).train()
+    make_trainer(again, max_steps=STEPS, logging_steps=3).train()
     result = bisect(clean, again)
     assert result.first_step is None and not result.settings
     assert result.known_same == STEPS and result.compared.rows == 8 * STEPS

@@ -86,7 +86,7 @@ def test_rows_are_found_by_each_condition(run):
     assert [row["reward"] for row in best] == sorted((row["reward"] for row in everything), reverse=True)[:3]
     assert run.facets() == {
         "finish_reasons": ["eos", "length"], "tools": ["calculator"], "rewards": ["correct", "short"],
-        "seconds": ["correct", "short"], "steps": [1, 12], "phases": ["train"], "shares": ["gradient_share"],
+        "seconds": ["correct", "short"], "steps": [1, 12], "phases": ["train"],
     }  # fmt: skip
 
 
@@ -204,14 +204,13 @@ def test_a_prompt_is_followed_over_steps_in_the_terminal(folder, capsys):
     assert main(["rollouts", str(folder), "--prompt-id", "none"]) == 1
 
 
-def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_held_out_rollouts_are_found(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "run", steps=3, rows=16, evaluated=[3])
     run = RunFolder(folder)
     run.refresh()
-    assert run.facets()["phases"] == ["train", "eval"] and run.facets()["shares"] == ["gradient_share"]
+    assert run.facets()["phases"] == ["train", "eval"]
     total, rows = run.find(Selection(phase="eval"))
-    assert total == 8 and {row["step"] for row in rows} == {3} and {row["gradient_share"] for row in rows} == {None}
+    assert total == 8 and {row["step"] for row in rows} == {3}
     assert [row["phase"] for row in run.rows(3, row=0)] == ["train"]
     assert [row["phase"] for row in run.rows(3, row=0, phase="eval")] == ["eval"]
     held_out = folder / "eval_rollouts"
@@ -225,14 +224,7 @@ def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, mo
     expected += [(3, phase, row) for phase in ("eval", "eval_all") for row in range(8)]
     expected += [(step, "train", row) for step in (2, 1) for row in range(16)]
     assert [(row["step"], row["phase"], row["row"]) for row in rows] == expected
-    taught = run.find(Selection(phase="train"), sort="gradient_share")[1]
-    shares = [row["gradient_share"] for row in taught]
-    assert shares == sorted(shares, reverse=True) and len(shares) == 48
 
-    command = ["rollouts", str(folder), "--sort", "gradient_share", "--limit", "2"]
-    assert main([*command, "--phase", "train"]) == 0
-    printed = capsys.readouterr().out
-    assert "gradient" in printed and printed.count(" train") == 0
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["rollouts", str(folder), "--step", "3", "--sort", "seconds/correct", "--limit", "24"]) == 0
     printed = capsys.readouterr().out
@@ -269,23 +261,22 @@ def test_every_number_of_a_rollout_is_printed_at_each_width(tmp_path, capsys, mo
     printed = capsys.readouterr().out
     assert "too narrow" not in printed and max(map(len, printed.splitlines())) <= width
     numbers = [row["reward"], row["reward/correctness_reward"], row["reward/group"], row["advantage"]]
-    shown = [f"{number:.2f}" for number in numbers] + [f"{row['gradient_share']:.4g}", str(row["group"])]
+    shown = [f"{number:.2f}" for number in numbers] + [str(row["group"])]
     shown += [row["finish_reason"], str(row["num_tokens"])]
     words = printed.replace("│", " ").split()
     assert all(words.count(value) >= shown.count(value) for value in shown)
     assert "correctness_reward" in words and "finish_reason" in words
 
 
-def test_files_without_shares_and_phases_are_read(tmp_path, capsys):
+def test_files_without_phases_are_read(tmp_path):
     """As an earlier release has written them."""
     folder = write_run(tmp_path / "run", steps=1, rows=8)
     path = folder / "rollouts" / "step_000001.0.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["phase", "gradient_share", "gradient_shares"]), path)
+    pq.write_table(pq.read_table(path).drop_columns(["phase"]), path)
     run = RunFolder(folder)
     run.refresh()
-    assert run.facets()["phases"] == ["train"] and run.facets()["shares"] == []
+    assert run.facets()["phases"] == ["train"]
     assert run.find(Selection(phase="train"))[0] == 8 and len(run.rows(1, group=0)) == 8
-    assert main(["rollouts", str(folder), "--sort", "gradient_share"]) == 2
 
 
 def test_the_page_on_curves_has_the_bounds_of_the_advice() -> None:

@@ -23,7 +23,7 @@ RED, BLUE, GREEN = (Image.new("RGB", (8, 6), color) for color in ("red", "blue",
 
 
 def invented(rows: int) -> StoredRows:
-    return _rows(0.5, rows, 20, random.Random(0), np.random.default_rng(0), hostile=False)
+    return _rows(0.5, rows, 60, random.Random(0), np.random.default_rng(0), hostile=False)
 
 
 def size_of(folder: Path, table: pa.Table) -> int:

@@ -45,7 +45,7 @@ def exported(monkeypatch: pytest.MonkeyPatch, trace: Any) -> Any:
 
 def test_rollouts_and_events_are_traces(train, tmp_path, trackio):
     """Those of the last step too, which are made behind training, before the callback of the tracker ends its run."""
-    train(max_steps=2, record_gradient_share=True, **SETTINGS)
+    train(max_steps=2, **SETTINGS)
     rollouts = [(step, trace) for name, step, trace in trackio.traces if name == "rollouts"]
     assert [step for step, _ in rollouts] == [1] * 8 + [2] * 8
     rows = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
@@ -58,8 +58,6 @@ def test_rollouts_and_events_are_traces(train, tmp_path, trackio):
         names = ("step", "row", "group", "reward", "advantage", "finish_reason", "num_tokens")
         assert {name: trace.metadata[name] for name in names} == {name: row[name] for name in names}
         assert trace.metadata["step"] == step and trace.metadata["status"] == "success"
-    shares = [trace.metadata["gradient_share"] for step, trace in rollouts if step == 1]
-    assert sum(shares) == pytest.approx(1, abs=1e-5)
     events = [trace for name, _, trace in trackio.traces if name == "event"]
     lines = list(read_lines(tmp_path / "run" / "events.jsonl"))
     assert [event.metadata["event"] for event in events] == [
@@ -99,13 +97,13 @@ def test_traces_need_a_run_and_a_release_that_has_them(make_trainer, trackio, mo
 
 def test_what_is_recorded_does_not_decide_results():
     """A resumed or repeated run may record something else, without a remark."""
-    names = ("record_traces", "record_spans", "record_gradient_share")
+    names = ("record_traces", "record_spans")
     assert deciding({**dict.fromkeys(names, True), "beta": 0.1}) == {"beta": 0.1}
 
 
 @pytest.mark.parametrize("keep", ["1GB", "0"])
 def test_steps_rollouts_and_events_are_spans(train, tmp_path, exported, keep):
-    settings = {"save_strategy": "steps", "save_steps": 2, "record_gradient_share": True, "rollouts_keep": keep}
+    settings = {"save_strategy": "steps", "save_steps": 2, "rollouts_keep": keep}
     train(max_steps=2, record_spans=True, **settings)
     spans = exported.get_finished_spans()
     steps = [span for span in spans if span.name == "groupgrad.step"]
@@ -114,7 +112,6 @@ def test_steps_rollouts_and_events_are_spans(train, tmp_path, exported, keep):
     children = [span for span in spans if span.name == "groupgrad.rollout"]
     first = [span for span in children if span.parent.span_id == steps[0].context.span_id]
     assert len(first) == 8 and len(children) == 16
-    assert sum(span.attributes["groupgrad.gradient_share"] for span in first) == pytest.approx(1, abs=1e-5)
     events = [span.name.removeprefix("groupgrad.") for span in spans if span not in (*steps, *children)]
     assert sorted(events) == sorted(line["event"] for line in read_lines(tmp_path / "run" / "events.jsonl"))
     if keep == "0":

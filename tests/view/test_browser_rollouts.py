@@ -103,10 +103,12 @@ def test_page_report_and_terminal_find_the_same_texts(tmp_path, open_page, capsy
 def test_a_report_lists_rollouts_in_the_order_of_the_live_page(tmp_path, open_page):
     """Rows without the number that they are ordered by come last; evaluations of a step come after its training."""
     folder, report = write_run(tmp_path / "run", steps=2, rows=8, tokens=8, evaluated=[2]), tmp_path / "report.html"
+    (held_out,) = (folder / "eval_rollouts" / "eval").iterdir()
+    change_columns(held_out, {"seconds/correct": [None] * 8})
     assert main(["view", str(folder), "--export", str(report)]) == 0
     with served(folder) as address:
         listed: dict[tuple[str, str], list[list[str]]] = {}
-        for where, sort, order in product((address, report.as_uri()), ("", "num_tokens", "gradient_share"), ORDERS):
+        for where, sort, order in product((address, report.as_uri()), ("", "num_tokens", "seconds/correct"), ORDERS):
             query = urlencode({"run": "run", "sort": sort, "order": order})
             page = open_page(f"{where}#/rollouts?{query}", height=1600)
             page.wait_for_selector("#item-23 .chip")
@@ -115,7 +117,7 @@ def test_a_report_lists_rollouts_in_the_order_of_the_live_page(tmp_path, open_pa
             page.close()
     for (sort, order), (live, static) in listed.items():
         assert live == static, (sort, order)
-    assert all("evaluation eval" in item for item in listed["gradient_share", ""][0][16:])
+    assert all("evaluation eval" in item for item in listed["seconds/correct", ""][0][16:])
 
 
 @pytest.mark.slow

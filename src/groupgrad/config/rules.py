@@ -210,7 +210,6 @@ def beside_context_parallel(c: GRPOSettings) -> str:
         "fsdp (leave it unset)": uses_fsdp(c),
         "deepspeed (leave it unset)": uses_deepspeed(c),
         "torch_compile=True (set it to False)": c.torch_compile,
-        "record_gradient_share=True (set it to False)": c.record_gradient_share,
     }
     return ", ".join(text for text, is_set in conflicts.items() if is_set)
 

@@ -382,11 +382,6 @@ class GRPOSettings(LegacyArguments):
         "Space for the rollouts in output_dir, such as '1GB'; where all would not fit, a random part of the groups is "
         "kept. '0' or unset: none are stored.",
     )
-    record_gradient_share: bool = _option(
-        False,
-        "Store with each rollout and token its share of the step's gradient, measured at the input of the output head, "
-        "and log gradient/signal_to_noise.",
-    )
     record_spans: bool = _option(
         False,
         "Send each step, its rollouts and the run's events as OpenTelemetry spans to the process's tracer provider.",

@@ -41,9 +41,9 @@ _CALLS = pa.list_(
 _BRANCHES = pa.list_(pa.struct([("start", pa.int32()), ("context", pa.list_(pa.int32()))]))
 _SUMMARY = (
     *("row", "group", "prompt", "completion", "is_messages", "reward"),
-    *("advantage", "gradient_share", "finish_reason", "num_tokens"),
+    *("advantage", "finish_reason", "num_tokens"),
 )
-_FLOAT_LISTS = ("logprobs", "entropy", "gradient_shares")
+_FLOAT_LISTS = ("logprobs", "entropy")
 
 
 @dataclass(slots=True)
@@ -69,8 +69,6 @@ class StoredRows:
     """(L,) float32 nats, NaN where unknown."""
     entropy: np.ndarray | None = None
     """(L,) float32 nats, NaN where unknown."""
-    gradient_shares: np.ndarray | None = None
-    """(L,) float32 shares of the step's gradient, NaN where unknown."""
     phase: str = TRAINING
     """`train`, or the metric prefix of an evaluation."""
     first_row: int = 0
@@ -103,7 +101,6 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "turn_rewards": pa.array(
             [_turn_rewards(rows.table.by_turn.get(row)) for row in range(count)], pa.list_(pa.list_(pa.float64()))
         ),
-        "gradient_share": _sums(rows.offsets, rows.gradient_shares),
         "finish_reason": pa.array([rollout.finish_reason for rollout in rollouts], pa.string()),
         "num_tokens": pa.array([rollout.num_sampled for rollout in rollouts], pa.int32()),
         "turns": pa.array([1 if trace is None else trace.num_turns for trace in traces], pa.int32()),
@@ -124,7 +121,6 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "writers": pa.array(_writers(rows), pa.list_(pa.string())),
         "logprobs": _numbers_of_tokens(rows.offsets, rows.logprobs),
         "entropy": _numbers_of_tokens(rows.offsets, rows.entropy),
-        "gradient_shares": _numbers_of_tokens(rows.offsets, rows.gradient_shares),
     }
     return pa.table(columns)
 
@@ -208,14 +204,6 @@ def _numbers_of_tokens(offsets: np.ndarray, values: np.ndarray | None) -> pa.Arr
     if values is None:
         return pa.nulls(len(offsets) - 1, pa.list_(pa.float32()))
     return _lists(offsets, pa.array(values, pa.float32(), from_pandas=True))
-
-
-def _sums(offsets: np.ndarray, values: np.ndarray | None) -> pa.Array:
-    """(B,) sum of each row's numbers; null for a row that has none."""
-    if values is None:
-        return pa.nulls(len(offsets) - 1, pa.float64())
-    sums = [values[start:end].sum(dtype=np.float64) for start, end in pairwise(offsets.tolist())]
-    return _numbers(sums)
 
 
 def _writers(rows: StoredRows) -> list[list[Writer] | None]:

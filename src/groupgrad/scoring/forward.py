@@ -29,7 +29,7 @@ from groupgrad.scoring.attention import attention_dropout, continues_prefixes, f
 from groupgrad.scoring.beginnings import with_beginnings_once
 from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.fused_modules import compiled_parts
-from groupgrad.scoring.head_hook import HeadHook, StatesTap
+from groupgrad.scoring.head_hook import HeadHook
 from groupgrad.scoring.layout import ForwardInputs, dense_inputs, flat_inputs
 from groupgrad.scoring.logit_transform import head_layer, logit_transform
 from groupgrad.scoring.tiled_head import LogitTransform
@@ -70,13 +70,12 @@ def score_tokens(
     batch: Batch,
     options: ForwardOptions,
     precomputed: PrecomputedGradient | None = None,
-    tap: StatesTap | None = None,
 ) -> TokenScores:
     """Log-probs and entropies of the completion tokens of `batch` under `model`, differentiable in its parameters.
 
     `model` may be wrapped for data parallelism. Logits are computed only for loss tokens (`trained`); all other tokens
     (tool results, masked rows) score 0. The head's own scales, caps and biases are applied. `precomputed` saves the
-    tiled head work and changes no result. `tap` is called with the input of the output head, where the head is hooked.
+    tiled head work and changes no result.
 
     Collective for a model whose parameters are sharded over ranks, even for a batch without tokens. Collective with
     `options.rank_group`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the
@@ -87,9 +86,9 @@ def score_tokens(
 
         score = partial(_score_rows, model, options=options)
         placeholder = _placeholder(options).to(batch.offsets.device)
-        scores = score_beside(placeholder, score, batch.by_branch(), precomputed, tap)
+        scores = score_beside(placeholder, score, batch.by_branch(), precomputed)
     else:
-        scores = _score_rows(model, batch.by_branch(), options, precomputed, tap)
+        scores = _score_rows(model, batch.by_branch(), options, precomputed)
     if is_fully_sharded(model):
         from groupgrad.integrations.sharding.sharded_scores import with_vision_tower
 
@@ -102,13 +101,12 @@ def _score_rows(
     batch: Batch,
     options: ForwardOptions,
     precomputed: PrecomputedGradient | None = None,
-    tap: StatesTap | None = None,
 ) -> TokenScores:
     """The plain path: lays out the rows, hooks the output head, and runs the model once."""
     inputs = forward_inputs(model, batch, options)
     if batch.has_images:
         inputs = with_images(model, batch, inputs)
-    hook = _hook_for(batch, inputs, options, precomputed, tap)
+    hook = _hook_for(batch, inputs, options, precomputed)
     # Dense rows have no flat tokens to cut: every rank of the group computes them all.
     if options.rank_group is None or inputs.attention is None:
         scores = _score_pass(model, inputs, hook, options)
@@ -161,12 +159,11 @@ def _hook_for(
     inputs: ForwardInputs,
     options: ForwardOptions,
     precomputed: PrecomputedGradient | None,
-    tap: StatesTap | None,
 ) -> HeadHook:
     """The hook that scores the loss tokens at the model's output head."""
     tokens = batch.completion_ids
     hook = HeadHook(tokens, inputs.rows, inputs.predictors, inputs.shape, options.temperature, options.entropy_gradient)
-    hook.precomputed, hook.tap = precomputed, tap
+    hook.precomputed = precomputed
     if batch.temperatures is not None:
         hook.scales = (options.temperature / batch.temperatures).nan_to_num(nan=1.0)
     # Elsewhere a GPU computes tokens without a gradient too, since to find them the host would wait for it.

@@ -6,7 +6,7 @@ tiled head scores them there, and logits never exist; otherwise the model comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +21,6 @@ from groupgrad.scoring.tiled_head import LogitTransform, tiled_scores
 
 ENTROPY_TOKENS = 512
 """Tokens whose logits become entropies at a time, which bounds the scratch memory to tokens x vocabulary."""
-
-StatesTap = Callable[[torch.Tensor, "torch.Tensor | None"], None]
-"""Called with the (L', H) input of the output head in a pass with gradients, and the (L',) indices of its tokens in the
-batch; None for all tokens."""
 
 
 @dataclass(slots=True)
@@ -42,8 +38,6 @@ class HeadHook:
     temperature: float = 1.0
     entropy_gradient: bool = False
     precomputed: PrecomputedGradient | None = None
-    tap: StatesTap | None = None
-    """Called with the hidden states that predict the tokens."""
     has_few_gradients: bool = True
     """The backward pass leaves out tokens without a gradient."""
     scales: torch.Tensor | None = None
@@ -90,8 +84,6 @@ class HeadHook:
             return None
         self.is_narrowed = True
         hidden = self._predictors(hidden)
-        if self.tap is not None and hidden.requires_grad:
-            self.tap(hidden, self.places)
         if transform is None:
             return (hidden[None], *inputs[1:])
         self.scores = self.tiled_scores(head, hidden, transform)

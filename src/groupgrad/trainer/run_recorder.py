@@ -35,9 +35,8 @@ from groupgrad.run_folder.rollout_files import RolloutFiles
 from groupgrad.run_folder.rollout_table import TRAINING, StoredRows, images_by_name, summaries, to_table
 from groupgrad.run_folder.run_files import LineFile, WriteBehind
 from groupgrad.run_folder.token_texts import TokenTexts
-from groupgrad.scoring.head_hook import StatesTap
 from groupgrad.stopping import Paused, Stopped
-from groupgrad.trainer.recorded_rows import GradientShares, numbers_by_row, stored_rows
+from groupgrad.trainer.recorded_rows import numbers_by_row, stored_rows
 from groupgrad.trainer.resuming import Resume
 from groupgrad.trainer.run_summary import path_of_step, run_configuration
 
@@ -90,9 +89,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """Log-probs and entropies from the step's own passes, where the engine reports none."""
         self._evaluated: dict[str, list[tuple[Experience, int]]] = {}
         """Batches of the present evaluation, with the number of the first row of each, by prefix of metrics."""
-        self._gradients = None
-        if trainer.args.record_gradient_share:
-            self._gradients = GradientShares(trainer.args.num_generations)
         self._known_data: tuple[Any, dict[str, Any] | None] | None = None
         """The training data with their digest."""
         self._written: tuple[Any, ...] | None = None
@@ -132,10 +128,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if lacks and self._sampled and batch.row_index is not None:
             self._scores.append((batch, TokenScores(scores.logprobs.detach(), scores.entropy.detach())))
         return scores
-
-    def states_tap(self, batch: Batch) -> StatesTap | None:
-        """Returns the function that receives the output head's input, for `record_gradient_share`; None without it."""
-        return None if self._gradients is None or not self._is_open else self._gradients.tap(batch)
 
     # ------------------------------------------------------------------------------------------ a training's course
 
@@ -209,17 +201,12 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Drops what an unfinished step has left behind."""
         self._step_began_ns = time.time_ns()
-        if self._gradients is not None:
-            self._gradients.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Collective. Queues the step's rollouts for writing, and records a skipped step."""
         if not self._is_open:
             return
-        trainer, shares = self._trainer, {}
-        if self._gradients is not None:
-            shares, metrics = self._gradients.end_step(trainer._micro_batches, trainer.accelerator.device)
-            trainer.metric_store.add(metrics)
+        trainer = self._trainer
         step, scores, self._scores = state.global_step, self._scores, []
         gathered = None
         # Rows may be trained on other ranks than sampled them.
@@ -242,7 +229,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
 
         def write() -> None:
             found = numbers_by_row(scores) if gathered is None else gathered
-            rows = [stored_rows(one, found, self._texts, shares, num_generations=size) for one in sampled]
+            rows = [stored_rows(one, found, self._texts, num_generations=size) for one in sampled]
             tables = _write(rows, step, max_steps, files if stores else None)
             for sender in senders:
                 sender.step(step, times, [row for table in tables for row in summaries(table)])
@@ -276,7 +263,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
 
             def write(files: Any = files, phase: str = phase, sampled: Any = sampled) -> None:
                 options = {"num_generations": size, "phase": phase}
-                rows = [stored_rows(one, {}, self._texts, {}, first_row=first, **options) for one, first in sampled]
+                rows = [stored_rows(one, {}, self._texts, first_row=first, **options) for one, first in sampled]
                 _write(rows, step, max_steps, files)
 
             if sampled:

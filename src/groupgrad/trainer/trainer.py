@@ -383,8 +383,7 @@ class GRPOTrainer(Hooks):
         # In half precision the sampler's log-probs differ by more than a precomputed gradient may.
         is_fine = self._on_policy.exact and not self.rounding.is_half
         precomputed = precompute_gradient(batch, self.components.policy_options) if is_fine else None
-        tap = self.recorder.states_tap(batch)
-        scores = score_tokens(model, batch, self.components.forward_options, precomputed, tap)
+        scores = score_tokens(model, batch, self.components.forward_options, precomputed)
         return self.recorder.keep_scores(batch, scores)
 
     def compute_loss(

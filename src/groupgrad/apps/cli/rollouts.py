@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     functions = run.facets()["rewards"]
     timed = [arguments.sort] if arguments.sort.startswith(SECONDS) else []
-    others = [*run.facets()["shares"], *timed, "group", "finish_reason", "num_tokens"]
+    others = [*timed, "group", "finish_reason", "num_tokens"]
     shown = {"reward", "advantage", "prompt", "completion", *others}
     columns = {name if name not in shown else f"{REWARD}{name}": f"{REWARD}{name}" for name in functions}
     rewards = {"reward": "reward", **(columns if len(functions) > 1 else {})}
@@ -66,7 +66,7 @@ def _check_columns(run: RunFolder, arguments: argparse.Namespace) -> None:
     facets = run.facets()
     if not facets["steps"]:
         return
-    columns = ["reward", *SORTABLE, *facets["shares"], *(f"{REWARD}{name}" for name in facets["rewards"])]
+    columns = ["reward", *SORTABLE, *(f"{REWARD}{name}" for name in facets["rewards"])]
     columns += [f"{SECONDS}{name}" for name in facets["seconds"]]
     if arguments.sort not in columns:
         hint = did_you_mean(arguments.sort, columns, before="; ")
@@ -143,7 +143,7 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
 def _record(row: dict[str, Any], rewards: Mapping[str, str]) -> dict[str, Any]:
     """A row as a record of the printed table. `rewards`: name in the table -> column of the row."""
     texts = {key: json.loads(row[key]) if row["is_messages"] else row[key] for key in ("prompt", "completion")}
-    others = ("advantage", "gradient_share", "group", "finish_reason", "num_tokens")
+    others = ("advantage", "group", "finish_reason", "num_tokens")
     numbers = {**{name: row.get(name) for name in others}, **{name: row.get(key) for name, key in rewards.items()}}
     numbers |= {name: duration(value) for name, value in row.items() if name.startswith(SECONDS)}
     phase = "" if row.get("phase") in (None, TRAINING) else f" {row['phase']}"

@@ -114,8 +114,7 @@ def compare_metrics(
         return Compared()
     one, two = first[step], second[step]
     names = [name for name in {**one, **two} if evaluations or not name.startswith("eval_")]
-    # Numbers that are measured on request may be in one of the runs alone.
-    names = [n for n in names if (n in one and n in two) or not (optional or n.startswith("gradient/"))]
+    names = [name for name in names if (name in one and name in two) or not optional]
     head = ("loss", "grad_norm")
     names.sort(key=lambda name: head.index(name) if name in head else len(head))
     differing = [name for name in names if not same_bits(one.get(name, _ABSENT), two.get(name, _ABSENT))]
@@ -177,7 +176,7 @@ def _column(step: int, name: str, rows: Sequence[int], first: pa.Table, second: 
     """The first difference of a column; None if all values have the same bits."""
     what = _NAMES.get(name, f"reward of {name[7:]}" if name.startswith("reward/") else name)
     is_in_both = name in first.column_names and name in second.column_names
-    if name.startswith(("gradient_share", "turn_")):  # may be recorded in one of the runs alone
+    if name.startswith(("gradient_share", "turn_")):  # earlier releases recorded other ones
         if not is_in_both or any(table[name].null_count == len(table) for table in (first, second)):
             return None
     elif not is_in_both:

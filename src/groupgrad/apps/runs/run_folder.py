@@ -100,10 +100,6 @@ _INDEXED = (
     *("prompt", "completion", "is_messages", "tool_calls"),
 )
 _SCORED = ("row", "group", "prompt_id", "reward", "finish_reason", "num_tokens", "data", "extra")
-_OPTIONAL = ("phase", "gradient_share")
-"""Columns of the table that files of earlier releases lack."""
-
-
 _EMPTY = pa.schema([("step", pa.int32()), ("row", pa.int32())]).empty_table()
 """A table of no rollouts."""
 
@@ -334,7 +330,7 @@ class RunFolder:
             return None
 
     def _summary(self, name: str) -> pa.Table | None:
-        table = self._read(name, (*_INDEXED, *_OPTIONAL))
+        table = self._read(name, (*_INDEXED, "phase"))
         if table is None or not set(_INDEXED) <= set(table.column_names):
             return None
         calls = table["tool_calls"].to_pylist()
@@ -342,7 +338,7 @@ class RunFolder:
         columns = {n: table[n] for n in table.column_names if n not in ("prompt", "completion", "tool_calls")}
         for text in ("prompt", "completion"):
             columns[text] = pc.utf8_slice_codeunits(table[text], 0, HEAD_CHARS)
-        if "phase" not in columns:
+        if "phase" not in columns:  # a file of an earlier release
             columns["phase"] = pa.array([TRAINING] * table.num_rows, pa.string())
         return pa.table({**columns, "tools": tools})
 
@@ -418,16 +414,14 @@ def _content(message: dict[str, Any]) -> str:
 
 def _facets(table: pa.Table) -> dict[str, list[Any]]:
     if not table.num_rows:
-        return {name: [] for name in ("finish_reasons", "tools", "rewards", "seconds", "phases", "shares", "steps")}
+        return {name: [] for name in ("finish_reasons", "tools", "rewards", "seconds", "phases", "steps")}
     tools = {tool for names in pc.unique(table["tools"]).to_pylist() for tool in (names or "").split("\n") if tool}
     steps = pc.min_max(table["step"]).as_py()
-    has_shares = "gradient_share" in table.column_names and table["gradient_share"].null_count < table.num_rows
     return {
         "finish_reasons": sorted(filter(None, pc.unique(table["finish_reason"]).to_pylist())),
         "tools": sorted(tools),
         "rewards": [name.removeprefix(REWARD) for name in table.column_names if name.startswith(REWARD)],
         "seconds": [name.removeprefix(SECONDS) for name in table.column_names if name.startswith(SECONDS)],
         "phases": sorted(pc.unique(table["phase"]).to_pylist(), key=lambda phase: (phase != TRAINING, phase)),
-        "shares": ["gradient_share"] if has_shares else [],
         "steps": [steps["min"], steps["max"]],
     }

@@ -13,7 +13,7 @@ from torch import nn
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.integrations.sharding.fsdp import zero_of_vision_tower
 from groupgrad.scoring.early_gradients import PrecomputedGradient
-from groupgrad.scoring.head_hook import HeadHook, StatesTap
+from groupgrad.scoring.head_hook import HeadHook
 from groupgrad.scoring.tiled_head import LogitTransform
 
 
@@ -77,7 +77,6 @@ def score_beside(
     score: Callable[..., TokenScores],
     batch: Batch,
     precomputed: PrecomputedGradient | None,
-    tap: StatesTap | None,
 ) -> TokenScores:
     """Scores of `batch` from a pass that also computes a placeholder row of one token, whose gradients are 0.
 
@@ -96,10 +95,5 @@ def score_beside(
     if precomputed is not None:
         parts = (precomputed.logprobs, torch.nan), (precomputed.gradient, 0.0)
         precomputed = PrecomputedGradient(*(torch.cat([values, values.new_full((1,), last)]) for values, last in parts))
-
-    def tap_rows(states: torch.Tensor, places: torch.Tensor | None) -> None:
-        assert tap is not None
-        tap(states[:-1], None if places is None else places[:-1])
-
-    scores = score(rows, precomputed=precomputed, tap=None if tap is None else tap_rows)
+    scores = score(rows, precomputed=precomputed)
     return replace(scores, logprobs=scores.logprobs[:-1], entropy=scores.entropy[:-1])

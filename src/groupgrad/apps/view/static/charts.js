@@ -22,7 +22,6 @@ export const CHARTS = [
   { title: "KL to the reference", keys: ["kl"], hint: "nats a token; only with beta above 0" },
   { title: "Clipped tokens", keys: ["clip_ratio/high_mean", "clip_ratio/low_mean", "cispo_clip_ratio"], isShare: true, hint: "share above the trust region; dashed: below" },
   { title: "Gradient norm", keys: ["grad_norm"], hint: "before clipping" },
-  { title: "Gradient signal to noise", keys: ["gradient/signal_to_noise"], hint: "1: as much signal as noise; with record_gradient_share" },
   { title: "Sampler and trainer", keys: ["sampling/sampling_logp_difference/mean", "sampling/logp_mismatch"], hint: "difference of their log-probs, nats" },
   { title: "Loss", keys: ["loss"], hint: "near 0 in an on-policy step, whatever is learned" },
   { title: "Learning rate", keys: ["learning_rate"], hint: "" },

@@ -1,5 +1,5 @@
 // The page of rollouts: filters, the list, and a group side by side.
-import { contentText, counted, duration, el, fill, percent, plainText, short } from "./dom.js";
+import { contentText, counted, duration, el, fill, plainText, short } from "./dom.js";
 import { SHADES, legend, tokenBlock } from "./tokens.js";
 import { VirtualList } from "./virtual.js";
 
@@ -75,7 +75,6 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
     const number = { type: "number", step: "any" };
     const focused = document.activeElement?.name;
     const sorts = [["", "step"], ["reward", "reward"], ["advantage", "advantage"], ["num_tokens", "tokens"],
-      ...facets.shares.map((name) => [name, "gradient share"]),
       ...facets.rewards.map((name) => [`reward/${name}`, `reward ${name}`]), ...facets.seconds.map((name) => [`seconds/${name}`, `seconds of ${name}`])];
     fill(form,
       present.length > 1 && runChoice(),
@@ -108,13 +107,11 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
       return;
     }
     const readout = el("output", { class: "readout" }, "Point at a token, or move with the arrow keys.");
-    const scale = largest(rows);
-    const by = state.shade === "gradient_shares" && !scale ? "logprobs" : state.shade;
-    const shades = Object.entries(SHADES).filter(([value]) => value !== "gradient_shares" || scale);
-    const select = el("select", { id: "shade", onchange: () => { state.shade = select.value; drawDetail(); } }, shades.map(([value, text]) => el("option", { value }, text)));
+    const by = state.shade;
+    const select = el("select", { id: "shade", onchange: () => { state.shade = select.value; drawDetail(); } }, Object.entries(SHADES).map(([value, text]) => el("option", { value }, text)));
     select.value = by;
     const numShared = numPromptImages(rows);
-    const cards = rows.map((row) => card(row, by, scale, (text) => fill(readout, text), numShared));
+    const cards = rows.map((row) => card(row, by, (text) => fill(readout, text), numShared));
     const others = present.filter((other) => other.index !== run);
     fill(detail,
       el("header", {},
@@ -140,7 +137,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
     return sources.length > 0 && el("div", { class: "images" }, sources.map((src, place) => el("img", { src, alt: `image ${place + 1} ${of}`, loading: "lazy" })));
   }
 
-  function card(row, by, scale, say, numShared) {
+  function card(row, by, say, numShared) {
     const rewards = Object.keys(row).filter((name) => name.startsWith("reward/"));
     const seconds = Object.entries(row).filter(([name, value]) => name.startsWith("seconds/") && value !== null);
     const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
@@ -152,13 +149,12 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
         el("a", { class: "anchor", href: addressOf({ run, ...place(row) }), title: "link to this rollout" }, `row ${row.row}`),
         el("span", {}, "reward ", el("b", {}, short(row.reward))),
         el("span", { class: sign }, "advantage ", el("b", {}, `${row.advantage > 0 ? "+" : ""}${short(row.advantage)}`)),
-        (row.gradient_share ?? null) !== null && el("span", { class: row.gradient_share > 0 ? "up" : row.gradient_share < 0 ? "down" : "", title: "share of this rollout in the gradient of its step" }, "taught ", el("b", {}, percent(row.gradient_share))),
         el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason),
         el("span", { class: "quiet" }, counted(row.num_tokens, "token"))),
       rewards.length > 1 && el("p", { class: "parts" }, rewards.map((name) => el("span", {}, name.slice(7), " ", el("b", {}, short(row[name]))))),
       (row.turn_advantages ?? row.turn_rewards ?? []).length > 1 && turns(row, rewards),
       row.problem && el("p", { class: "bad" }, row.problem),
-      tokenBlock(row, by, scale, say),
+      tokenBlock(row, by, say),
       images(row.images?.slice(numShared), `of row ${row.row}`),
       given.length > 0 && el("details", {}, el("summary", {}, `${counted(row.tool_calls.length, "tool call")}, ${duration(row.wait_s)} of waiting`),
         el("ul", {}, given.map((one, place) => callItem(row.tool_calls[place], one)))),
@@ -174,7 +170,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
 
   const node = el("div", { class: "rollouts" },
     form, el("div", { class: "columns" }, el("div", { class: "left" }, count, list.node), detail));
-  drawFilters({ finish_reasons: [], tools: [], rewards: [], seconds: [], phases: [], shares: [], steps: [] });
+  drawFilters({ finish_reasons: [], tools: [], rewards: [], seconds: [], phases: [], steps: [] });
   drawDetail();
   return {
     node,
@@ -287,17 +283,11 @@ function numPromptImages(rows) {
   return rows[0].prompt_images ?? (names.every((name) => name === names[0]) ? Infinity : 0);
 }
 
-/** The largest gradient share of a token of these rows. */
-function largest(rows) {
-  return rows.reduce((most, row) => (row.gradient_shares ?? []).reduce((now, value) => Math.max(now, Math.abs(value ?? 0)), most), 0);
-}
-
 /** The number that the list is ordered by, where an item does not show it anyway. */
 function orderedBy(row, sort) {
   const value = row[sort];
   if (!sort || sort === "reward" || value === null || value === undefined) return "";
   if (sort.startsWith("seconds/")) return duration(value);
-  if (sort === "gradient_share") return percent(value);
   return sort === "num_tokens" ? counted(value, "token") : `${sort} ${short(value, 2)}`;
 }
 

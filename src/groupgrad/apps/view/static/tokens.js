@@ -1,13 +1,12 @@
 // The tokens of a completion, shaded by a number of each.
-import { counted, el, fill, percent, short } from "./dom.js";
+import { counted, el, fill, short } from "./dom.js";
 
 const FIRST = 3000;
 const BOUNDS = [0.1, 0.35, 0.75, 1.5, 3, 6];
-const SHARE = [0.02, 0.08, 0.2, 0.35, 0.55, 0.8];
 const ADVANTAGE = [0.05, 0.25, 0.5, 1, 1.5, 2.5];
 
 /** What tokens can be shaded by. */
-export const SHADES = { logprobs: "log-prob", entropy: "entropy", advantage: "advantage", gradient_shares: "gradient share", none: "nothing" };
+export const SHADES = { logprobs: "log-prob", entropy: "entropy", advantage: "advantage", none: "nothing" };
 
 function level(size, bounds) {
   let found = 0;
@@ -40,16 +39,12 @@ function isSampled(row, place) {
   return !row.sampled || row.sampled[place];
 }
 
-function shadeOf(row, place, by, scale) {
+function shadeOf(row, place, by) {
   const writer = writerOf(row, place);
   if (writer !== "policy") return writer === "template" ? "template" : "tool";
   if (by === "advantage") {
     const advantage = advantageOf(row, place);
     return advantage === null ? "s0" : `${advantage < 0 ? "n" : "p"}${level(Math.abs(advantage), ADVANTAGE)}`;
-  }
-  if (by === "gradient_shares") {
-    const share = row.gradient_shares?.[place] ?? null;
-    return !share ? "s0" : `${share < 0 ? "n" : "p"}${level(Math.abs(share) / scale, SHARE)}`;
   }
   const value = by === "none" ? null : row[by]?.[place] ?? null;
   return value === null ? "s0" : `s${level(Math.abs(value), BOUNDS)}`;
@@ -75,13 +70,13 @@ function spansOf(row, end) {
   return spans;
 }
 
-/** The tokens of a row as a block; what tools and templates wrote is folded. `scale` is the largest gradient share of a
- * token of the group, `say(text)` shows the numbers of a token. */
-export function tokenBlock(row, by, scale, say) {
+/** The tokens of a row as a block; what tools and templates wrote is folded. `say(text)` shows the numbers of a
+ * token. */
+export function tokenBlock(row, by, say) {
   const block = el("div", { class: "tokens", tabindex: 0, role: "textbox", "aria-readonly": "true", "aria-multiline": "true", "aria-label": `Completion ${row.row}, arrow keys move over its tokens` });
   let current = -1;
   const token = (place) => {
-    const node = el("span", { class: shadeOf(row, place, by, scale) }, row.tokens[place]);
+    const node = el("span", { class: shadeOf(row, place, by) }, row.tokens[place]);
     node.place = place;
     return node;
   };
@@ -122,16 +117,15 @@ export function tokenBlock(row, by, scale, say) {
 function describe(row, place) {
   const logprob = row.logprobs?.[place] ?? null;
   const entropy = row.entropy?.[place] ?? null;
-  const share = row.gradient_shares?.[place] ?? null;
   const chance = logprob === null ? "" : ` (${short(100 * Math.exp(logprob), 2)} %)`;
   const writer = writerOf(row, place) === "policy" ? "" : `, written by ${writerOf(row, place)}`;
-  return `token ${place}: ${JSON.stringify(row.tokens[place])} · id ${row.completion_ids[place]} · log-prob ${short(logprob)}${chance} · entropy ${short(entropy)} · advantage ${short(row.advantage)}${share === null ? "" : ` · gradient share ${percent(share)}`}${writer}`;
+  return `token ${place}: ${JSON.stringify(row.tokens[place])} · id ${row.completion_ids[place]} · log-prob ${short(logprob)}${chance} · entropy ${short(entropy)} · advantage ${short(row.advantage)}${writer}`;
 }
 
 /** The key of the shades. */
 export function legend(by) {
   if (by === "none") return null;
-  const names = ["advantage", "gradient_shares"].includes(by) ? ["n6", "n4", "n2", "s0", "p2", "p4", "p6"] : ["s0", "s1", "s2", "s3", "s4", "s5", "s6"];
-  const ends = by === "gradient_shares" ? ["against the step", "with it"] : by === "advantage" ? ["held back", "reinforced"] : by === "logprobs" ? ["likely", "unlikely"] : ["sure", "unsure"];
+  const names = by === "advantage" ? ["n6", "n4", "n2", "s0", "p2", "p4", "p6"] : ["s0", "s1", "s2", "s3", "s4", "s5", "s6"];
+  const ends = by === "advantage" ? ["held back", "reinforced"] : by === "logprobs" ? ["likely", "unlikely"] : ["sure", "unsure"];
   return el("span", { class: "legend", "aria-hidden": "true" }, ends[0], names.map((name) => el("i", { class: name })), ends[1]);
 }
