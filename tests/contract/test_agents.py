@@ -271,16 +271,14 @@ def test_files_and_prints_tell_what_the_policy_a_tool_and_the_template_wrote(
     assert "looked_up" in json.dumps(pq.read_table(path).column("completion").to_pylist()[0])
     (path,) = tmp_path.glob("rollouts/*.parquet")
     for row in pq.read_table(path).to_pylist():
-        said = dict.fromkeys(("policy", "tool", "template"), "")
-        for writer, token in zip(row["writers"], row["tokens"], strict=True):
-            said[writer] += token
         reply = json.loads(row["completion"])[1]["content"]
+        said = ["", ""]
+        for is_sampled, token in zip(row["sampled"], row["tokens"], strict=True):
+            said[is_sampled] += token
         ids = tokenizer(call("looked_up", key=int(reply[3])))["input_ids"]
-        assert reply == f"<b>{reply[3]} tool</b>" and said["tool"] == reply
         end = tokenizer.eos_token
-        assert said["policy"] == tokenizer.decode(ids) + end + "done" + end
-        assert said["template"] == f"\n<tool>{end}\n<assistant>"
-        assert row["sampled"] == [writer == "policy" for writer in row["writers"]]
+        assert reply == f"<b>{reply[3]} tool</b>"
+        assert said == [f"\n<tool>{reply}{end}\n<assistant>", tokenizer.decode(ids) + end + "done" + end]
 
 
 def test_a_run_with_agents_goes_on_where_it_was_saved(make_agents: Any, calling: Any, tmp_path: Path) -> None:

@@ -165,9 +165,9 @@ def test_images_and_tool_replies_stand_with_their_rollout(tmp_path, open_page):
 
         assert page.locator("details.reply").count() == 1  # what the tool has written, folded
         reply = page.locator("#row-5 .tokens details.reply")
-        assert reply.inner_text() == "tool, 5 tokens"
+        assert reply.inner_text() == "tool or template, 5 tokens"
         reply.locator("summary").click()
-        assert reply.locator("span.tool").count() == 5 and len(reply.inner_text().split()) == 8
+        assert reply.locator("span.tool").count() == 5 and len(reply.inner_text().split()) == 10
         page.click("text=this prompt in all steps")
         wait_until(page, "document.querySelector('.count').innerText === '24 rollouts'")
 

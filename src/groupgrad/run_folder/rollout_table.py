@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +16,10 @@ import pyarrow.parquet as pq
 
 from groupgrad.data.images import digest
 from groupgrad.run_folder.render import plain_value
-from groupgrad.run_folder.token_texts import token_writers
 
 if TYPE_CHECKING:
     import torch
 
-    from groupgrad.run_folder.token_texts import Writer
     from groupgrad.types import Media, Prompt, RewardTable, Rollout
 
 REWARD = "reward/"
@@ -118,7 +116,6 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "sampled": pa.array([rollout.sampled for rollout in rollouts], pa.list_(pa.bool_())),
         "temperatures": pa.array([rollout.temperatures for rollout in rollouts], pa.list_(pa.float32())),
         "branches": pa.array([[asdict(b) for b in r.branches] for r in rollouts], _BRANCHES),
-        "writers": pa.array(_writers(rows), pa.list_(pa.string())),
         "logprobs": _numbers_of_tokens(rows.offsets, rows.logprobs),
         "entropy": _numbers_of_tokens(rows.offsets, rows.entropy),
     }
@@ -142,7 +139,7 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
     """The bytes of a parquet file."""
     sink = pa.BufferOutputStream()
     strings = [f.name for f in table.schema if pa.types.is_string(f.type)]
-    lists = [f"{name}.list.element" for name in ("tokens", "writers", "prompt_ids", "completion_ids")]
+    lists = [f"{name}.list.element" for name in ("tokens", "prompt_ids", "completion_ids")]
     encodings: dict[str, Any] = {
         "use_dictionary": [*strings, *lists],
         "use_byte_stream_split": [f"{name}.list.element" for name in _FLOAT_LISTS],
@@ -204,11 +201,6 @@ def _numbers_of_tokens(offsets: np.ndarray, values: np.ndarray | None) -> pa.Arr
     if values is None:
         return pa.nulls(len(offsets) - 1, pa.list_(pa.float32()))
     return _lists(offsets, pa.array(values, pa.float32(), from_pandas=True))
-
-
-def _writers(rows: StoredRows) -> list[list[Writer] | None]:
-    ends = zip(rows.rollouts, pairwise(rows.offsets.tolist()))
-    return [token_writers(rollout, rows.texts[start:end]) for rollout, (start, end) in ends]
 
 
 def _calls(uses: Sequence[Any]) -> list[dict[str, Any]]:

@@ -176,7 +176,7 @@ def _column(step: int, name: str, rows: Sequence[int], first: pa.Table, second: 
     """The first difference of a column; None if all values have the same bits."""
     what = _NAMES.get(name, f"reward of {name[7:]}" if name.startswith("reward/") else name)
     is_in_both = name in first.column_names and name in second.column_names
-    if name.startswith(("gradient_share", "turn_")):  # earlier releases recorded other ones
+    if name.startswith(("gradient_share", "turn_", "writers")):  # earlier releases recorded other ones
         if not is_in_both or any(table[name].null_count == len(table) for table in (first, second)):
             return None
     elif not is_in_both:

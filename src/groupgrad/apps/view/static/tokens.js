@@ -14,12 +14,6 @@ function level(size, bounds) {
   return found;
 }
 
-/** `policy`, `tool` or `template`; runs of earlier releases do not tell the last two apart. */
-function writerOf(row, place) {
-  if (row.writers) return row.writers[place];
-  return row.sampled && !row.sampled[place] ? "tool or template" : "policy";
-}
-
 /** The advantage of a token: its turn's, where turns have their own. */
 function advantageOf(row, place) {
   if (!row.turn_advantages) return row.advantage;
@@ -40,8 +34,7 @@ function isSampled(row, place) {
 }
 
 function shadeOf(row, place, by) {
-  const writer = writerOf(row, place);
-  if (writer !== "policy") return writer === "template" ? "template" : "tool";
+  if (!isSampled(row, place)) return "tool";
   if (by === "advantage") {
     const advantage = advantageOf(row, place);
     return advantage === null ? "s0" : `${advantage < 0 ? "n" : "p"}${level(Math.abs(advantage), ADVANTAGE)}`;
@@ -50,19 +43,12 @@ function shadeOf(row, place, by) {
   return value === null ? "s0" : `s${level(Math.abs(value), BOUNDS)}`;
 }
 
-/** Who wrote tokens between two turns: "tool", "template", or both. */
-function othersOf(row, start, stop) {
-  const writers = new Set();
-  for (let place = start; place < stop; place += 1) writers.add(writerOf(row, place));
-  return [...writers].sort().reverse().join(" and ");
-}
-
 /** Spans of tokens between which the writer changes from the policy to others or back, or a branch begins:
  * `[{own, start, end}]`. */
 function spansOf(row, end) {
   const spans = [];
   for (let place = 0; place < end; place += 1) {
-    const own = writerOf(row, place) === "policy";
+    const own = isSampled(row, place);
     const last = spans[spans.length - 1];
     if (last && last.own === own && !branchAt(row, place)) last.end = place + 1;
     else spans.push({ own, start: place, end: place + 1 });
@@ -86,7 +72,7 @@ export function tokenBlock(row, by, say) {
       for (let place = start; place < stop; place += 1) nodes.push(token(place));
       const branch = branchAt(row, start);
       const head = branch && el("div", { class: "branch" }, `branch: continues ${counted(branch.context.length, "other token")}`);
-      return own ? [head, nodes] : [head, el("details", { class: "reply" }, el("summary", {}, `${othersOf(row, start, stop)}, ${counted(stop - start, "token")}`), nodes)];
+      return own ? [head, nodes] : [head, el("details", { class: "reply" }, el("summary", {}, `tool or template, ${counted(stop - start, "token")}`), nodes)];
     });
     const left = row.tokens.length - end;
     fill(block, parts, left > 0 && el("button", { type: "button", onclick: () => draw(row.tokens.length) }, `show ${counted(left, "more token")}`));
@@ -118,7 +104,7 @@ function describe(row, place) {
   const logprob = row.logprobs?.[place] ?? null;
   const entropy = row.entropy?.[place] ?? null;
   const chance = logprob === null ? "" : ` (${short(100 * Math.exp(logprob), 2)} %)`;
-  const writer = writerOf(row, place) === "policy" ? "" : `, written by ${writerOf(row, place)}`;
+  const writer = isSampled(row, place) ? "" : ", written by a tool or the template";
   return `token ${place}: ${JSON.stringify(row.tokens[place])} · id ${row.completion_ids[place]} · log-prob ${short(logprob)}${chance} · entropy ${short(entropy)} · advantage ${short(row.advantage)}${writer}`;
 }
 
