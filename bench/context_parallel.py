@@ -4,9 +4,9 @@
 
 Each run is a whole training on CPU processes (gloo), a step of SGD in float32 on a group of four completions of random
 tokens: one of `--tokens` tokens and three short ones. Columns: the most memory of a process's activations (what a
-pass saves for its backward pass, each storage once), what `groupgrad plan` predicts for it, its share of one process's,
-the growth of the peak of a process's memory during the step (VmHWM; temporary tensors and gradients too), and the
-difference of the final weights to those of one process, relative to the weights and to their change.
+pass saves for its backward pass, each storage once), its share of one process's, the growth of the peak of a process's
+memory during the step (VmHWM; temporary tensors and gradients too), and the difference of the final weights to those of
+one process, relative to the weights and to their change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ from transformers import TrainerCallback
 from workloads import ModelShape
 
 from groupgrad import GRPOConfig, GRPOTrainer, dist
-from groupgrad.apps.plan.memory import RunSizes, predict
-from groupgrad.apps.plan.shapes import model_shape
 from groupgrad.scoring.fused_modules import compiled_parts
 
 SHAPE = ModelShape(
@@ -161,16 +158,7 @@ def measure(folder: Path, num_processes: int, num_tokens: int, *, timeout_s: flo
     return [{**result, "weights": torch.load(folder / f"{rank}.pt")} for rank, result in enumerate(results)]
 
 
-def predicted(num_processes: int, num_tokens: int) -> int:
-    """Bytes of activations that `groupgrad plan` predicts for a process."""
-    model = make_model(SHAPE, make_words(SHAPE.vocab_size), max_length=2 * num_tokens)
-    shape = model_shape("measured", model.config, half=False)
-    sizes = RunSizes(prompt=4, completion=num_tokens, group=NUM_ROWS, rows=NUM_ROWS, micro_batch=1)
-    sizes = replace(sizes, context_parallel_size=num_processes, devices=num_processes, on_gpu=False)
-    return predict(shape, sizes).activations - 4 * shape.head_parameters  # without the gradient of the head
-
-
-def render(runs: Sequence[Sequence[dict[str, Any]]], num_tokens: int) -> str:
+def render(runs: Sequence[Sequence[dict[str, Any]]]) -> str:
     """The table, from the results of one process and of others."""
     start, alone = runs[0][0]["weights"]
     rows = []
@@ -181,14 +169,13 @@ def render(runs: Sequence[Sequence[dict[str, Any]]], num_tokens: int) -> str:
             [
                 str(len(results)),
                 f"{saved / 2**20:.0f} MiB",
-                f"{predicted(len(results), num_tokens) / 2**20:.0f} MiB",
                 f"{saved / runs[0][0]['saved_bytes']:.0%}",
                 f"{peak / 2**20:.0f} MiB",
                 f"{gap / float(alone.norm()):.1e}",
                 f"{gap / float((alone - start).norm()):.1e}",
             ]
         )
-    header = ["processes", "activations", "predicted", "share of one", "growth of the peak", "difference"]
+    header = ["processes", "activations", "share of one", "growth of the peak", "difference"]
     return table([*header, "of the change"], rows)
 
 
@@ -205,7 +192,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         numbers = sorted({1, *arguments.processes})
         runs = [measure(Path(root) / str(number), number, arguments.tokens) for number in numbers]
-    print(render(runs, arguments.tokens))
+    print(render(runs))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2": {"sharding": "fsdp2", "hidden": 768},
     "zero2": {"sharding": "zero2", "hidden": 768, "layers": 4, "completion": 32},
     "zero3": {"sharding": "zero3", "hidden": 768, "layers": 4, "completion": 32},
-    "4bit": {"adapter": "4bit", "hidden": 768, "completion": 32},
 }
 """Name -> what differs from `BASE`."""
 
@@ -127,7 +126,7 @@ def predicted(case: dict[str, Any]) -> int:
     sizes = {name: case[name] for name in (*names, "optimizer", "sharding")}
     sizes["devices"] = ranks_of(case)
     sizes |= {"rows": case["group"] * case["accumulation"], "accumulates": case["accumulation"] > 1}
-    shape = model_shape("case", make_config(case), half=case["half"])
+    shape = model_shape("case", make_config(case))
     return predict(shape, RunSizes(**sizes, micro_batch=case["group"], on_gpu=False)).peak - CPU_PROCESS
 
 
@@ -150,29 +149,6 @@ def start_deepspeed(case: dict[str, Any]) -> None:
         deepspeed.init_distributed("gloo")
 
 
-def four_bit_model(case: dict[str, Any], memory: Any) -> tuple[Any, int]:
-    """A model in 4 bits, and the resident memory before it was loaded a second time.
-
-    The first load brings in bitsandbytes and its libraries.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(make_config(case)).save_pretrained(folder)
-
-        def load() -> Any:
-            model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, quantization_config=chosen)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()  # otherwise the whole file stays mapped, and counts
-            return model
-
-        load()
-        held = memory.settle()
-        return load(), held
-
-
 def measured(case: dict[str, Any]) -> int:
     """Bytes that training takes, in this process."""
     import torch
@@ -189,12 +165,9 @@ def measured(case: dict[str, Any]) -> int:
     torch.manual_seed(0)
     start_deepspeed(case)
     dtype = torch.bfloat16 if case["weight_bytes"] == 2 else torch.float32
-    if case["adapter"] == "4bit":
-        model, held = four_bit_model(case, memory)
-    else:
-        held = memory.settle()
-        kind = AutoModelForImageTextToText if case["family"].endswith("_vl") else AutoModelForCausalLM
-        model = kind.from_config(make_config(case), dtype=dtype)
+    held = memory.settle()
+    kind = AutoModelForImageTextToText if case["family"].endswith("_vl") else AutoModelForCausalLM
+    model = kind.from_config(make_config(case), dtype=dtype)
     peft_config = None
     if case["adapter"] != "full":
         from peft import LoraConfig

@@ -17,8 +17,7 @@ def recommendation(shown: str) -> tuple[str, dict[str, Any]]:
     assert line is not None, shown
     name, told = line[1], re.sub(r"vLLM does not .*?one\.", "", line[2])
     settings = {key: yaml.safe_load(value) for key, value in re.findall(r"(\w+)=([^\s,]*[^\s,.])", told)}
-    adapter = (settings.pop("use_peft", False), settings.pop("load_in_4bit", False))
-    assert adapter == {"LoRA": (True, False), "4-bit": (True, True)}.get(name.partition(",")[0], (False, False))
+    assert settings.pop("use_peft", False) == (name.partition(",")[0] == "LoRA")
     if "vllm_gpu_memory_utilization" in settings:
         settings |= {"use_vllm": True, "vllm_mode": "colocate"}
     return name, settings

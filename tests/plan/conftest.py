@@ -1,4 +1,4 @@
-"""Runs `groupgrad plan` on configurations that are measured once."""
+"""Runs `groupgrad plan` on configurations whose models are counted once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from groupgrad.apps.plan.shapes import model_shape, read_config
 
 @pytest.fixture(scope="module")
 def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Mapping[str, Any], str], int]]:
-    """`plan_of(config, words)`: the exit code of a plan. Measuring a model is most of its time."""
+    """`plan_of(config, words)`: the exit code of a plan. Counting a model is most of its time."""
     folder = tmp_path_factory.mktemp("models")
-    measured = functools.cache(lambda name, half: model_shape(name, read_config(name), half=half))
+    measured = functools.cache(lambda name: model_shape(name, read_config(name)))
 
     @functools.cache
     def written(content: str) -> str:
@@ -28,7 +28,7 @@ def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Mapp
         return str(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "model_shape", lambda name, config, half: measured(name, half))
+        patch.setattr(shapes, "model_shape", lambda name, config: measured(name))
         yield lambda config, words: main(["plan", "--model", written(json.dumps(config)), *words.split()])
 
 

@@ -30,14 +30,13 @@ COPY_FRACTION = 0.4
 measured."""
 
 
-def activation_bytes_per_token(model: nn.Module, options: ForwardOptions, batch: Batch | None = None) -> float:
-    """Bytes that a forward pass of `model` saves for the backward pass per token, measured on random tokens or `batch`.
+def activation_bytes_per_token(model: nn.Module, options: ForwardOptions) -> float:
+    """Bytes that a forward pass of `model` saves for the backward pass per token, measured on random tokens.
 
-    States of recurrent layers are saved once a row, so longer rows save less per token. Tensors that do not grow with
-    the tokens (weights, copies of them in another precision) do not count.
+    Tensors that do not grow with the tokens (weights, copies of them in another precision) do not count.
     """
     options = replace(options, aux_loss=False)
-    small = random_batch(model) if batch is None else batch
+    small = random_batch(model)
     large = Batch.concat([small, reversed_prompts(small)])
     saved = [_saved_bytes(model, batch, options) for batch in (small, large)]
     return (saved[1] - saved[0]) / (_num_tokens(model, large, options) - _num_tokens(model, small, options))

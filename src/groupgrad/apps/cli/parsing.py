@@ -48,7 +48,7 @@ SECTIONS: dict[str, str] = {
 _NO_FIELDS = (
     *("help", "config", "set", "dry_run", "num_processes", "accelerate_config", "prompts", "no_round"),
     *("model", "k", "threshold", "limit", "by", "answer", "against", "output"),
-    *("device", "devices", "prompt", "rows", "gguf_file", "vllm_colocate", "vllm_server"),
+    *("device", "devices", "prompt", "gguf_file"),
 )
 
 TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"

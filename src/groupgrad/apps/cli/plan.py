@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ _ALIASES = {
 
 _COUNTS = (
     *("max_completion_length", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("context_parallel_size", "lora_r", "vllm_tensor_parallel_size"),
+    *("lora_r", "vllm_tensor_parallel_size"),
 )
 """Fields that are 1 or more."""
 
@@ -43,12 +42,10 @@ _CONSIDERED = {
     *_COUNTS[:-1],
     *("model_name_or_path", "dtype", "optim", "beta", "gradient_checkpointing", "gradient_dtype", "use_cpu"),
     *("model_init_kwargs", "generation_batch_size", "steps_per_generation", "bf16", "fp16", "load_in_4bit", "use_peft"),
-    *("use_vllm", "vllm_mode", "fsdp", "deepspeed"),
+    *("use_vllm", "vllm_mode", "fsdp", "deepspeed", "context_parallel_size"),
 }
 """Fields of a run on which a plan depends."""
-_OF_COLOCATE = (
-    *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode"),
-)
+_OF_COLOCATE = {"vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode"}
 """Those that it considers with a vLLM on the training devices."""
 
 _OPTIMIZERS = {
@@ -94,18 +91,8 @@ class PlanParser(TrainParser):
         )
         plan.add_argument("--prompt", type=positive_count, default=512, help="tokens of the longest prompt")
         plan.add_argument(
-            "--rows", type=positive_count, help="completions that a device samples at a time; unset: those of a step"
-        )
-        plan.add_argument(
             "--gguf-file", "--gguf_file", metavar="NAME", help="GGUF file in the folder that has the weights"
         )
-        for flag, text in (
-            ("--vllm-colocate", "vLLM on the training devices samples"),
-            ("--vllm-server", "a vLLM server on other devices samples"),
-        ):
-            plan.add_argument(
-                flag, flag.replace("m-", "m_"), action=argparse.BooleanOptionalAction, default=None, help=text
-            )
 
 
 parser = PlanParser
@@ -121,11 +108,9 @@ def main(argv: Sequence[str]) -> int:
 
     options = _options(argv)
     try:
-        sizes = _run_sizes(options)
         config = shapes.read_config(options.model_name_or_path, options.gguf_file)
-        if _computes_in_float32(config, sizes):
-            sizes = replace(sizes, half=False)
-        shape = shapes.model_shape(options.model_name_or_path, config, half=sizes.half)
+        sizes = _run_sizes(options, config)
+        shape = shapes.model_shape(options.model_name_or_path, config)
         if sizes.colocate is not None:
             check_tensor_parallel(shape.text, sizes.colocate.tensor_parallel_size, ranks=sizes.devices)
         found = choices(shape, sizes, options.device)
@@ -139,10 +124,10 @@ def main(argv: Sequence[str]) -> int:
     if options.cut is not None:
         print(
             f"num_generations={options.num_generations} does not divide the {options.cut} completions of a generation "
-            f"batch, so {sizes.generation_rows * sizes.devices} are planned.\n"
+            f"batch, so {sizes.rows * sizes.devices} are planned.\n"
         )
     best = recommended(found)
-    print(_advice(shape, sizes, options.device, best))
+    print(_advice(shape, sizes, options, best))
     return 0 if best else 1
 
 
@@ -161,7 +146,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         _complete(options)
     except ValueError as error:
         parser.error(str(error))
-    ignored = options.given - _CONSIDERED - (set(_OF_COLOCATE) if options.sampler == "colocate" else set())
+    ignored = options.given - _CONSIDERED - (_OF_COLOCATE if options.sampler == "colocate" else set())
     if names := sorted(name for name in ignored if getattr(options, name) is not None):
         print(f"Not considered of {options.config or 'the command line'}: {', '.join(names)}", file=sys.stderr)
     return options
@@ -187,25 +172,14 @@ def _complete(options: argparse.Namespace) -> None:
     if options.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={options.dtype!r} cannot be planned for; it is none of float32, bfloat16")
     options.gguf_file = options.gguf_file or loading.get("gguf_file")
-    if options.vllm_server and options.vllm_colocate:
-        raise ValueError("--vllm-server and --vllm-colocate exclude each other; give one of them")
     options.sampler = options.vllm_mode if options.use_vllm else "native"
-    for mode in ("server", "colocate"):
-        if (is_asked := getattr(options, f"vllm_{mode}")) is not None and (is_asked or options.sampler == mode):
-            options.sampler = mode if is_asked else "native"
     options.sharding = _sharding(options)
-    if options.load_in_4bit and options.sharding in ("zero3", "fsdp2"):
+    if options.load_in_4bit:
+        raise ValueError("load_in_4bit=True cannot be planned for; `groupgrad check` measures a small round")
+    if options.context_parallel_size > 1:
         raise ValueError(
-            "load_in_4bit=True with a model in shards cannot be planned for; remove fsdp, deepspeed or load_in_4bit"
-        )
-    if options.sharding is not None and options.context_parallel_size > 1:
-        raise ValueError(
-            f"fsdp and deepspeed exclude --context-parallel-size (now {options.context_parallel_size}); set it to 1"
-        )
-    if options.devices % options.context_parallel_size:
-        raise ValueError(
-            f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
-            f"--devices {options.devices} is no multiple of it; give a multiple"
+            f"context_parallel_size={options.context_parallel_size} cannot be planned for; plan one device with that "
+            "part of a completion, and set it to 1 here"
         )
     if options.model_name_or_path is None:
         raise ValueError("no model is given; give --model, or --config with the file of a run")
@@ -230,18 +204,17 @@ def _sharding(options: argparse.Namespace) -> str | None:
     return ways[stage]
 
 
-def _run_sizes(options: argparse.Namespace) -> RunSizes:
-    """The sizes and choices of a run that the options stand for."""
+def _run_sizes(options: argparse.Namespace, config: Any) -> RunSizes:
+    """The sizes and choices of a run that the options stand for, with a model of this configuration."""
     from groupgrad.apps.plan.memory import Colocate, RunSizes
 
-    is_half, on_gpu = options.dtype == "bfloat16", not options.use_cpu
-    by_autocast = options.fp16 or (on_gpu if options.bf16 is None else options.bf16)
+    on_gpu = not options.use_cpu
+    by_autocast = bool(options.fp16 or (on_gpu if options.bf16 is None else options.bf16))
+    is_half = options.dtype == "bfloat16" and (on_gpu or not _has_kernels(config))
     step_rows, generation_rows = _batches(options)
     colocate = None
     if options.sampler == "colocate":
-        is_asked = "vllm_gpu_memory_utilization" in options.given
         colocate = Colocate(
-            utilization=options.vllm_gpu_memory_utilization if is_asked else None,
             max_model_length=options.vllm_max_model_length,
             tensor_parallel_size=options.vllm_tensor_parallel_size,
             sleeps=bool(options.vllm_enable_sleep_mode),
@@ -250,15 +223,14 @@ def _run_sizes(options: argparse.Namespace) -> RunSizes:
         prompt=options.prompt,
         completion=options.max_completion_length,
         group=options.num_generations,
-        rows=options.rows or generation_rows,
+        rows=generation_rows,
         micro_batch=options.per_device_train_batch_size,
         most_rows=0 if "per_device_train_batch_size" in options.given else step_rows,
         step_rows=step_rows,
-        generation_rows=generation_rows,
         lora_rank=options.lora_r,
         optimizer=options.optim,
-        weight_bytes=2 if is_half else 4,
-        half=is_half or bool(by_autocast),
+        weight_bytes=2 if options.dtype == "bfloat16" else 4,
+        half=is_half or by_autocast,
         checkpointing=bool(options.gradient_checkpointing),
         reference=options.beta > 0,
         accumulates=options.gradient_accumulation_steps > 1,
@@ -266,11 +238,9 @@ def _run_sizes(options: argparse.Namespace) -> RunSizes:
         samples=options.sampler == "native",
         colocate=colocate,
         devices=options.devices,
-        context_parallel_size=options.context_parallel_size,
         on_gpu=on_gpu,
-        way="4-bit" if options.load_in_4bit else "LoRA" if options.use_peft else "",
+        way="LoRA" if options.use_peft else "",
         only_sharding=options.sharding,
-        settings=vars(options),
     )
 
 
@@ -286,8 +256,6 @@ def _batches(options: argparse.Namespace) -> tuple[int, int]:
         generation = -(-options.generation_batch_size // options.devices)
     elif options.steps_per_generation:
         generation = micro_batch * options.steps_per_generation
-    elif options.rows is not None and options.rows % step == 0:
-        generation = options.rows
     is_step, options.cut = generation == step, None
     part = options.num_generations // math.gcd(options.num_generations, options.devices)
     if generation % part:
@@ -296,12 +264,11 @@ def _batches(options: argparse.Namespace) -> tuple[int, int]:
     return generation if is_step else step, generation
 
 
-def _computes_in_float32(config: Any, sizes: Any) -> bool:
-    """True on a CPU for weights in bfloat16 of the families whose kernels widen them."""
+def _has_kernels(config: Any) -> bool:
+    """True for the families whose kernels for CPUs widen weights in bfloat16."""
     from groupgrad.models.families import CAUSAL_LMS
 
-    is_family = not CAUSAL_LMS.isdisjoint(getattr(config, "architectures", None) or ())
-    return is_family and not sizes.on_gpu and sizes.weight_bytes == 2 and not sizes.settings.get("bf16")
+    return not CAUSAL_LMS.isdisjoint(getattr(config, "architectures", None) or ())
 
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
@@ -312,8 +279,8 @@ def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
     lines = [head, "", f"{'GiB on a device':<16}" + "".join(f"{name:>12}" for name in names) + "  micro-batch"]
     for choice in found:
         numbers = "".join(f"{getattr(choice.memory, part) / 2**30:>12.2f}" for part in _PARTS)
-        if sizes.colocate:
-            numbers += f"{'-' if choice.vllm is None else f'{choice.vllm / 2**30:.2f}':>12}"
+        if choice.vllm is not None:
+            numbers += f"{choice.vllm / 2**30:>12.2f}"
         is_asked = sizes.most_rows == 0 and choice.sizes.micro_batch == sizes.micro_batch
         how = (
             f"  {choice.sizes.micro_batch:>3}"
@@ -337,38 +304,30 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
     )
 
 
-def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
-    """Says what to set, or that nothing fits, and what fits with a vLLM server."""
-    from groupgrad.apps.plan.fitting import fitting_with_server, smallest_device
+def _advice(shape: Any, sizes: Any, options: argparse.Namespace, best: Any) -> str:
+    """Says what to set, or that nothing fits and which device would do."""
+    from groupgrad.apps.plan.fitting import smallest_device
 
-    served = fitting_with_server(shape, sizes, device)
-    further = (
-        [] if served is None else [f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits."]
-    )
     if best is None:
-        least = smallest_device(shape, sizes)
-        texts = [
+        return (
             f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
-            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows}), or raise "
-            f"--devices ({sizes.devices})."
-        ]
-        return " ".join([*texts, *further])
+            f"{_gib(smallest_device(shape, sizes))}; otherwise lower --completion ({sizes.completion}) or the "
+            f"completions of a generation batch ({sizes.rows} on a device), or raise --devices ({sizes.devices})."
+        )
     rows = best.sizes.micro_batch
-    settings = {"lora": ["use_peft=True"], "4bit": ["use_peft=True", "load_in_4bit=True"]}.get(best.sizes.adapter, [])
+    settings = ["use_peft=True"] if best.sizes.adapter == "lora" else []
     settings += [f"per_device_train_batch_size={rows}", f"gradient_accumulation_steps={sizes.step_rows // rows}"]
-    if sizes.generation_rows != sizes.step_rows:
-        settings.append(f"generation_batch_size={sizes.generation_rows * sizes.devices}")
+    if sizes.rows != sizes.step_rows:
+        settings.append(f"generation_batch_size={sizes.rows * sizes.devices}")
     settings.append(f"gradient_checkpointing={best.sizes.checkpointing}")
-    if sizes.context_parallel_size > 1:
-        settings.append(f"context_parallel_size={sizes.context_parallel_size}")
-    given = {name: sizes.settings.get(name) for name in ("fsdp", "deepspeed")}
+    given = {"fsdp": options.fsdp, "deepspeed": options.deepspeed}
     settings += [f"{name}={value!r}" for name, value in given.items() if value and isinstance(value, (bool, str))]
     texts = [f"Recommended: {best.name}, {', '.join(settings)}."]
     if sizes.on_gpu and (sizes.samples or sizes.colocate):
-        texts.append(_vllm_beside(shape, best, device))
+        texts.append(_vllm_beside(shape, best.sizes, options.device))
     if sizes.devices > 1:
         texts.append(_start(best.sizes))
-    return "\n".join([" ".join(texts), *further])
+    return " ".join(texts)
 
 
 def _start(sizes: Any) -> str:
@@ -379,26 +338,17 @@ def _start(sizes: Any) -> str:
     return f"Start it with groupgrad train --num-processes {sizes.devices}{profile}{nodes}."
 
 
-def _vllm_beside(shape: Any, best: Any, device: int) -> str:
+def _vllm_beside(shape: Any, sizes: Any, device: int) -> str:
     """The settings of a vLLM on the training devices, or why there is none."""
-    from groupgrad.apps.plan.fitting import vllm_share
+    from groupgrad.apps.plan.fitting import vllm_length, vllm_share
 
-    is_refused = best.sizes.sharding == "fsdp2"
-    share = None if is_refused else vllm_share(shape, best.sizes, device)
+    is_refused = sizes.sharding == "fsdp2"
+    share = None if is_refused else vllm_share(shape, sizes, device)
     if share is not None:
-        return f"{_vllm_settings(best.sizes, share)} leaves room for vLLM on the same device."
-    problem = f"go with {best.sizes.sharding}" if is_refused else "fit beside these settings"
+        settings = f"vllm_gpu_memory_utilization={share:g} with vllm_max_model_length={vllm_length(sizes)}"
+        return f"{settings} leaves room for vLLM on the same device."
+    problem = f"go with {sizes.sharding}" if is_refused else "fit beside these settings"
     return f"vLLM does not {problem} on the same device; use the native engine, or vllm_mode='server' on another one."
-
-
-def _vllm_settings(sizes: Any, share: Any) -> str:
-    text = f"vllm_gpu_memory_utilization={share.utilization:g}"
-    asked = sizes.colocate.utilization if sizes.colocate else None
-    if asked not in (None, share.utilization):
-        text += f" (not {asked:g})"
-    if share.max_model_length is not None:
-        text += f" with vllm_max_model_length={share.max_model_length}"
-    return text
 
 
 def _gib(size: int) -> str:

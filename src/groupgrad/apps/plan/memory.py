@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from groupgrad.apps.plan.shapes import ModelShape
-from groupgrad.batching.packing import RowCost, split_to_size, total_cost
 from groupgrad.memory.oom_retry import tokens_per_pass
 
-Adapter = Literal["full", "lora", "4bit"]
+Adapter = Literal["full", "lora"]
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 
 OPTIMIZER_BYTES: dict[str, float] = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.1, "sgd": 0.0}
@@ -22,27 +20,22 @@ _FIXED_STATES = ("adamw_8bit",)
 UPDATE_TENSORS: dict[str, float] = {"adamw": 0.0, "adamw_8bit": 0.0, "adafactor": 2.0, "sgd": 0.0}
 """Temporary tensors of the size of one weight in the optimizer's update; torch's fused AdamW has none."""
 
-_FOUR_BIT_BYTES = 0.5 + 4 / 64
 _HEAD_SCRATCH = {"cpu": 3 * 512 * 2048 * 4, "cuda": 3 * 4096 * 8192 * 4}
 _CUDA_CONTEXT = 600 * 2**20
-_CPU_CONTEXT = 32 * 2**20
-"""Code and tables that the first step of a process loads; measured, see `bench/plan_accuracy.py`."""
 CPU_PROCESS = 470 * 2**20
 """Python with torch, transformers and datasets in a process on a CPU, before it has a model; measured."""
+_FIRST_STEP = 32 * 2**20
+"""Code and tables that the first step of a process on a CPU loads; measured, see `bench/plan_accuracy.py`."""
 _ZERO3_BUCKET, _ZERO3_LIVE = 5 * 10**8, 10**9
 """DeepSpeed's defaults: numbers of the buffer of gradients, and weights that stay gathered."""
-_SHARDS_CODE = 35 * 2**20
-"""Code and tables of FSDP or DeepSpeed in a process on a CPU; measured."""
 
 
 @dataclass(slots=True, frozen=True)
 class Colocate:
     """Settings of a vLLM that samples on the training devices."""
 
-    utilization: float | None = None
-    """Share of a device that is asked for; None for any that fits."""
     max_model_length: int | None = None
-    """Tokens of prompt and completion together; None for the model's context, or those of the run's rows."""
+    """Tokens of prompt and completion together; None for those of the run's rows."""
     tensor_parallel_size: int = 1
     sleeps: bool = False
     """vLLM frees its memory during training."""
@@ -59,15 +52,13 @@ class RunSizes:
     group: int
     """Completions of a prompt."""
     rows: int
-    """Completions that a device samples at a time."""
+    """Completions of a generation batch on a device, which it samples at a time."""
     micro_batch: int
     """Completions of a training pass."""
     most_rows: int = 0
     """Completions of a training pass up to which larger ones are tried; 0 for none above `micro_batch`."""
     step_rows: int = 0
     """Completions of an optimizer step on a device; 0 for those of the micro-batch."""
-    generation_rows: int = 0
-    """Completions of a generation batch on a device; 0 for those of a step."""
     adapter: Adapter = "full"
     lora_rank: int = 16
     optimizer: str = "adamw"
@@ -88,15 +79,26 @@ class RunSizes:
     accumulates: bool = False
     """A step has several micro-batches, so gradients of the first are held beside activations of the next."""
     devices: int = 1
-    context_parallel_size: int = 1
-    """Devices that train each row together, every one with a part of its tokens."""
     on_gpu: bool = True
     way: str = ""
     """The ways to run that are asked for, by the beginning of their names, such as "LoRA"; empty for all."""
     only_sharding: Sharding | None = None
     """The way to shard that is asked for; None for all."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of the run, such as `bf16`."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number that a pass computes."""
+        return 2 if self.half else 4
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of a number that a layer saves; under autocast some are float32."""
+        return 3 if self.half and self.weight_bytes == 4 else self.compute_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a trained weight, and of each number that the optimizer keeps for it."""
+        return self.weight_bytes if self.adapter == "full" else 4
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,6 +126,11 @@ class Memory:
     """Gradients are held beside whole activations."""
 
     @property
+    def held(self) -> int:
+        """Bytes that stay in use while vLLM samples."""
+        return self.context + self.weights + self.reference + self.optimizer
+
+    @property
     def sampling(self) -> int:
         """Bytes in use while completions are sampled."""
         return self.context + self.sampled + self.reference + self.optimizer + self.keys_values
@@ -134,9 +141,8 @@ class Memory:
 
         In a backward pass gradients take the place of activations layer by layer.
         """
-        held = self.context + self.weights + self.reference + self.optimizer
         both = self.gradients + self.activations if self.accumulates else max(self.gradients, self.activations)
-        return held + max(both + self.scratch, self.gradients + self.update)
+        return self.held + max(both + self.scratch, self.gradients + self.update)
 
     @property
     def peak(self) -> int:
@@ -146,98 +152,59 @@ class Memory:
 
 def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
     """Predicts the memory of a run on one device."""
-    trained = shape.parameters if sizes.adapter == "full" else shape.adapter_inputs * sizes.lora_rank
-    weights, reference = _weights(shape, sizes), 0
-    if sizes.reference and sizes.adapter == "full":
-        reference = weights
+    is_full, devices = sizes.adapter == "full", sizes.devices
+    is_zero, is_sharded = sizes.sharding.startswith("zero"), sizes.sharding in ("zero3", "fsdp2")
+    trained = shape.parameters if is_full else shape.adapter_inputs * sizes.lora_rank
+    weights = shape.parameters * sizes.weight_bytes + (0 if is_full else 4 * trained)
+    reference = weights if sizes.reference and is_full else 0
     sampled = weights if sizes.samples else 0
-    is_sharded = sizes.sharding in ("zero3", "fsdp2")
     if is_sharded:
-        shards, gathered = weights // sizes.devices, _gathered(shape, sizes)
-        sampled = shards + (shape.parameters * _compute_bytes(sizes) if sizes.samples else gathered)
-        weights, reference = shards + gathered, reference // sizes.devices
-    is_zero = sizes.sharding.startswith("zero")
+        shards, gathered = weights // devices, _gathered(shape, sizes)
+        sampled = shards + (shape.parameters * _gathered_bytes(sizes) if sizes.samples else gathered)
+        weights, reference = shards + gathered, reference // devices
     if is_zero:
         # DeepSpeed updates a float32 copy of what it trains, also of float32 weights.
-        copies = 4 * trained // sizes.devices
+        copies = 4 * trained // devices
         weights, sampled = weights + copies, sampled and sampled + copies
-    sums_in_float32 = sizes.float32_gradients and not is_zero
-    gradients = trained * (4 if sums_in_float32 else _state_bytes(sizes))
-    scale = 1.0 if is_zero or sizes.optimizer in _FIXED_STATES else _state_bytes(sizes) / 4
+    gradients = trained * (4 if sizes.float32_gradients and not is_zero else sizes.state_bytes)
+    scale = 1.0 if is_zero or sizes.optimizer in _FIXED_STATES else sizes.state_bytes / 4
     optimizer = int(trained * OPTIMIZER_BYTES[sizes.optimizer] * scale)
-    if is_sharded or sizes.sharding == "zero2":
-        gradients //= sizes.devices
-    if sizes.sharding != "ddp":
-        optimizer //= sizes.devices
-    passes = pass_sizes(sizes, shape.hidden)
-    tokens = _largest_pass(passes, sizes, shape.hidden)
-    one_layer = int(shape.layer_bytes * tokens)
-    activations = int((shape.all_layers_bytes + shape.other_bytes) * tokens)
+    tokens, num_passes = _largest_pass(sizes, shape.hidden)
+    one_layer = shape.largest_saved * sizes.saved_bytes * tokens
+    activations = (shape.saved_values + 2 * shape.hidden) * sizes.saved_bytes * tokens
     if sizes.checkpointing:
-        kept = shape.hidden * (2 if sizes.half else 4)
-        activations = int((kept * shape.layers + shape.other_bytes) * tokens) + one_layer
-    if sizes.adapter == "full":
-        activations += shape.head_parameters * sizes.weight_bytes
+        activations = shape.hidden * (shape.layers + 2) * sizes.compute_bytes * tokens + one_layer
+    activations += shape.head_parameters * sizes.weight_bytes if is_full else 0
     if sizes.sharding == "zero2":
-        activations = max(activations, trained * _state_bytes(sizes))
+        activations = max(activations, trained * sizes.state_bytes)
     return Memory(
         weights=weights,
         sampled=sampled or weights,
         reference=reference,
-        gradients=gradients,
-        optimizer=optimizer,
+        gradients=gradients // devices if is_sharded or sizes.sharding == "zero2" else gradients,
+        optimizer=optimizer if sizes.sharding == "ddp" else optimizer // devices,
         activations=activations,
-        scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"]
-        + one_layer // 2
-        + _unreduced(shape, sizes)
-        + _zero_buffers(shape, trained, sizes)
-        + _dequantized(shape, sizes)
-        + _ring(shape, sizes, tokens),
+        scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"] + one_layer // 2 + _buffers(shape, trained, sizes),
         keys_values=_keys_values(shape, sizes) if sizes.samples else 0,
-        update=_update(shape, sizes) + _before_update(trained, sizes),
-        context=_context(sizes),
-        accumulates=sizes.accumulates or len(passes) > 1,
+        update=_update(shape, trained, sizes),
+        context=_CUDA_CONTEXT if sizes.on_gpu else CPU_PROCESS + _FIRST_STEP,
+        accumulates=sizes.accumulates or num_passes > 1,
     )
 
 
-def _context(sizes: RunSizes) -> int:
-    """Bytes of the device's library, or of a process on a CPU."""
-    if sizes.on_gpu:
-        return _CUDA_CONTEXT
-    return CPU_PROCESS + _CPU_CONTEXT + (0 if sizes.sharding == "ddp" else _SHARDS_CODE)
+def _largest_pass(sizes: RunSizes, hidden_size: int) -> tuple[int, int]:
+    """Tokens of the largest training pass of completions of full length, and the number of passes.
 
-
-def pass_sizes(sizes: RunSizes, hidden_size: int) -> list[int]:
-    """Returns the tokens of each training pass that this device computes, of completions of full length.
-
-    Each prompt counts once in a pass. On a CPU a larger micro-batch is cut as in training. Devices that train rows
-    together make a pass for the micro-batch of each of them.
+    Each prompt counts once in a pass. On a CPU passes are cut where they have more tokens than a limit, and rows fill
+    one up to it.
     """
-    ranks = sizes.context_parallel_size
-    costs = [RowCost(sizes.completion, sizes.prompt, row // sizes.group) for row in range(sizes.micro_batch)]
-    limit = tokens_per_pass(hidden_size) * ranks
-    parts = [range(len(costs))] if sizes.on_gpu else split_to_size(costs, limit)
-    return [-(-total_cost(costs[row] for row in rows) // ranks) for rows in parts] * ranks
+    row, prompt = sizes.completion, sizes.prompt
+    total = sizes.micro_batch * row + -(-sizes.micro_batch // sizes.group) * prompt
+    limit = total if sizes.on_gpu else max(row + prompt, tokens_per_pass(hidden_size))
+    return min(total, limit), -(-total // limit)
 
 
-def _largest_pass(passes: list[int], sizes: RunSizes, hidden_size: int) -> int:
-    """Tokens of the largest pass. Where passes are cut on a CPU, rows that end earlier fill one up to the limit."""
-    total = sum(passes) // sizes.context_parallel_size
-    return max(*passes, 0 if sizes.on_gpu else min(tokens_per_pass(hidden_size), total))
-
-
-def _update(shape: ModelShape, sizes: RunSizes) -> int:
-    """Bytes of temporary tensors in the update of the largest weight; 0 for an adapter, whose weights are small."""
-    largest = shape.largest_parameter if sizes.adapter == "full" else 0
-    return int(UPDATE_TENSORS[sizes.optimizer] * largest * _state_bytes(sizes))
-
-
-def _state_bytes(sizes: RunSizes) -> int:
-    """Bytes of a trained weight, and of each number that the optimizer keeps for it."""
-    return sizes.weight_bytes if sizes.adapter == "full" else 4
-
-
-def _compute_bytes(sizes: RunSizes) -> int:
+def _gathered_bytes(sizes: RunSizes) -> int:
     """Bytes of a weight that is gathered: FSDP gathers in the type that passes compute in."""
     return 2 if sizes.half and sizes.sharding == "fsdp2" else sizes.weight_bytes
 
@@ -254,65 +221,37 @@ def _gathered(shape: ModelShape, sizes: RunSizes) -> int:
     count = 2 * shape.layer_parameters
     if sizes.sharding == "zero3":
         count = max(count, min(shape.parameters, _ZERO3_LIVE))
-    if sizes.sharding == "fsdp2":
+    else:
         count += _outside_layers(shape)
-    return count * _compute_bytes(sizes)
+    return count * _gathered_bytes(sizes)
 
 
-def _unreduced(shape: ModelShape, sizes: RunSizes) -> int:
-    """Bytes of whole gradients under FSDP, which wait to be reduced in float32.
+def _buffers(shape: ModelShape, trained: int, sizes: RunSizes) -> int:
+    """Bytes of gradients on their way to other ranks, for a model in shards.
 
-    Those of a layer, and of embeddings and head from the head's backward pass on. Processes on CPUs (gloo) reduce in a
-    copy.
+    Under FSDP those of a layer, and of embeddings and head from the head's backward pass on, wait to be reduced in
+    float32; gloo reduces in a copy. ZeRO-3 has a buffer, and a copy of its content that is scattered.
     """
-    if sizes.sharding != "fsdp2" or sizes.adapter != "full":
-        return 0
-    reduced = 4 if sizes.on_gpu else 8
-    return (_outside_layers(shape) + shape.layer_parameters) * _compute_bytes(sizes) + reduced * shape.layer_parameters
+    if sizes.sharding == "fsdp2" and sizes.adapter == "full":
+        whole = (_outside_layers(shape) + shape.layer_parameters) * _gathered_bytes(sizes)
+        return whole + (4 if sizes.on_gpu else 8) * shape.layer_parameters
+    if sizes.sharding == "zero3":
+        used = min(trained, _ZERO3_BUCKET)
+        return ((_ZERO3_BUCKET if sizes.on_gpu else used) + used) * sizes.state_bytes
+    return 0
 
 
-def _zero_buffers(shape: ModelShape, trained: int, sizes: RunSizes) -> int:
-    """Bytes of ZeRO-3's buffer of gradients, and of the copy of its content that is scattered.
+def _update(shape: ModelShape, trained: int, sizes: RunSizes) -> int:
+    """Bytes of temporary tensors in the update of the largest weight; 0 for an adapter, whose weights are small.
 
-    Of the buffer only what is used is resident on a CPU.
+    ZeRO 1 and 2 divide whole gradients then.
     """
-    if sizes.sharding != "zero3":
-        return 0
-    used = min(trained, _ZERO3_BUCKET)
-    return ((_ZERO3_BUCKET if sizes.on_gpu else used) + used) * _state_bytes(sizes)
-
-
-def _dequantized(shape: ModelShape, sizes: RunSizes) -> int:
-    """Bytes of the weight in 4 bits that a backward pass computes with, in the type that it computes in."""
-    return shape.largest_linear * (2 if sizes.half else 4) if sizes.adapter == "4bit" else 0
-
-
-def _before_update(trained: int, sizes: RunSizes) -> int:
-    """Bytes of gradients beside the planned ones when DeepSpeed averages: ZeRO 1 and 2 divide whole ones then."""
-    if sizes.sharding == "zero1":
-        return trained * _state_bytes(sizes) // sizes.devices
-    return trained * _state_bytes(sizes) if sizes.sharding == "zero2" else 0
-
-
-def _ring(shape: ModelShape, sizes: RunSizes, tokens: int) -> int:
-    """Bytes of a layer's keys and values that go around the devices of a row: those in use, and the next."""
-    if sizes.context_parallel_size == 1:
-        return 0
-    return 2 * tokens * shape.layer_kv_values * (2 if sizes.half else 4)
-
-
-def _weights(shape: ModelShape, sizes: RunSizes) -> int:
-    if sizes.adapter == "full":
-        return shape.parameters * sizes.weight_bytes
-    adapter = shape.adapter_inputs * sizes.lora_rank * 4
-    if sizes.adapter == "lora":
-        return shape.parameters * sizes.weight_bytes + adapter
-    others = shape.parameters - shape.linear_parameters
-    return int(shape.linear_parameters * _FOUR_BIT_BYTES + others * sizes.weight_bytes) + adapter
+    largest = shape.largest_parameter if sizes.adapter == "full" else 0
+    whole = {"zero1": trained // sizes.devices, "zero2": trained}.get(sizes.sharding, 0)
+    return int((UPDATE_TENSORS[sizes.optimizer] * largest + whole) * sizes.state_bytes)
 
 
 def _keys_values(shape: ModelShape, sizes: RunSizes) -> int:
     prompts = -(-sizes.rows // sizes.group)
     tokens = sizes.rows * sizes.completion + prompts * sizes.prompt
-    states = (sizes.rows + prompts) * shape.state_bytes
-    return tokens * shape.kv_values * (2 if sizes.half else 4) + states
+    return tokens * shape.kv_values * sizes.compute_bytes + (sizes.rows + prompts) * shape.state_bytes
