@@ -88,6 +88,11 @@ def test_other_attributes_cannot_be_assigned(make_trainer, name):
         setattr(make_trainer(), name, 1)
 
 
+def test_a_generation_config_is_refused_with_the_fields_to_set(make_trainer):
+    with pytest.raises(AttributeError, match="set temperature, top_p, max_completion_length or generation_kwargs"):
+        make_trainer().generation_config = object()
+
+
 def test_appended_metrics_are_logged(make_trainer):
     def append(at):
         trainer._metrics["train"]["mine"].append(at.state.global_step)

@@ -203,6 +203,11 @@ class TRLNames:
             raise AttributeError(
                 f"{name} can be read, not assigned: the constructor and trainer.args decide it ({PAGE})"
             )
+        if name == "generation_config":  # scripts assign it for its effect, the other names for uses of their own
+            raise AttributeError(
+                "generation_config has no effect here: set temperature, top_p, max_completion_length or "
+                f"generation_kwargs on trainer.args ({PAGE})"
+            )
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
