@@ -400,6 +400,38 @@ def test_a_bound_that_nobody_set_stretches_for_a_long_row(build, monkeypatch):
     assert_sampled_as_if_alone(model, rows, ENDLESS)
 
 
+# ------------------------------------------------------------------------------------------- aborted requests
+
+
+@pytest.mark.parametrize("engine_type", [NativeEngine, TransformersEngine])
+def test_an_aborted_request_never_finishes_and_others_say_the_same(engine_type: Any, build, single_steps):
+    """One of a prompt's rows that has not begun, one that runs if the engine samples token by token, an unknown one."""
+    model = build("qwen3")
+    requests = [Request([LONG, SHORT][seed % 2], seed, 6) for seed in range(6)]
+    with engine_type(model).session(ENDLESS) as session:
+        tickets = [session.submit(request) for request in requests[:4]]
+        session.abort([tickets[0], 99])
+        assert session.num_open == 3
+        samples = dict(session.advance())
+        tickets += [session.submit(request) for request in requests[4:]]
+        session.abort([*tickets[1:2], *tickets[5:]])
+        samples |= drained(session)
+        assert session.num_open == 0
+    left = [2, 3, 4] if engine_type is NativeEngine else [1, 2, 3, 4]
+    assert sorted(samples) == [tickets[number] for number in left]
+    for number in left:
+        assert_same_samples([samples[tickets[number]]], engine_type(model).sample([requests[number]], ENDLESS))
+
+
+def test_an_aborted_continuation_takes_what_it_continued_along(build):
+    with kept_row(build("qwen3")) as (session, context):
+        ticket = session.submit(Request([*context, 20], 0, 3, continues=0))
+        session.abort([ticket])
+        assert (session.num_open, session._scheduler.cache.offloaded_tokens, session._scheduler.groups) == (0, 0, [])
+        with pytest.raises(ValueError, match="continues=0, but nothing is kept"):
+            session.submit(Request([*context, 20], 0, 3, continues=0))
+
+
 # ------------------------------------------------------------------------------------------- errors
 
 
@@ -488,12 +520,13 @@ ROWS = st.lists(
 @settings(deadline=None, max_examples=15, derandomize=True, database=None)
 @given(
     rows=ROWS,
-    choices=st.lists(st.integers(0, 11), max_size=40),
+    choices=st.lists(st.integers(0, 12), max_size=40),
     tokens=st.sampled_from([60, 90, 100_000]),
     bounds=st.sampled_from([(None, 32), (None, 1), (2, 32), (1, 1)]),
 )
 def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[int], tokens: int, bounds: Any):
-    """Each choice submits the next turn of an idle row, sometimes without continuing it, or advances the session."""
+    """Each choice submits the next turn of an idle row, sometimes without continuing it, or advances the session, or
+    aborts a turn, which is asked for again."""
     model, (max_rows, headroom) = build_model("qwen3", max_position_embeddings=128), bounds
     rows = [
         Conversation([Turn(prompt, 10 * i, budget), *(Turn(ids, 10 * i + j, n) for j, (ids, n) in enumerate(later, 1))])
@@ -515,6 +548,10 @@ def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[in
                 row.ticket = session.submit(request)
                 under_way[row.ticket] = row
                 continue
+            if under_way and choice == 12:
+                ticket = sorted(under_way)[len(choices) % len(under_way)]
+                session.abort([ticket])
+                under_way.pop(ticket).ticket = None
             for ticket, sample in session.advance():
                 row = under_way.pop(ticket)
                 row.sampled.append(SampledTurn(row.request(), sample))
@@ -522,6 +559,7 @@ def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[in
             assert row.ticket is not None
             session.release(row.ticket)
         assert session._scheduler.cache.offloaded_tokens == 0
-        assert not session._scheduler.groups
+        assert not (session._scheduler.groups or session._scheduler._retained or session.num_open)
+        assert sorted(session._sampler._free) == list(range(len(session._sampler.logprobs)))
     assert engine.statistics.peak_bytes <= tokens * BYTES
     assert_sampled_as_if_alone(model, rows, OPTIONS)

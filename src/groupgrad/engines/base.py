@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -129,6 +129,10 @@ class Session(Protocol):
         """Frees what is retained of a finished request, if anything."""
         ...
 
+    def abort(self, tickets: Iterable[int]) -> None:
+        """Stops sampling these requests, which then never finish; does nothing for those that have finished."""
+        ...
+
 
 class EngineWithWeights(Engine, Protocol):
     """An engine with a copy of the policy's weights (vLLM), which samples from those of the last `refresh`."""
@@ -204,6 +208,12 @@ class TicketSession:
 
     def release(self, ticket: int) -> None:
         """Does nothing, since nothing is retained."""
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        """Forgets these requests."""
+        aborted = set(tickets)
+        self._unsent = [ticket for ticket in self._unsent if ticket not in aborted]
+        self._open = {ticket: request for ticket, request in self._open.items() if ticket not in aborted}
 
 
 class BatchSession(TicketSession):

@@ -84,6 +84,23 @@ def test_rows_that_come_later_go_to_the_server_with_the_least_to_do(
         assert sampled(servers) == [3, 0, 3]
 
 
+def test_rows_that_are_aborted_end_on_their_servers(
+    servers: list[SimulatedServer], pool: VLLMServerPool, expected: list[Sample]
+) -> None:
+    """At once where a server has no other row of the call; one that has not been sent never starts."""
+    for server in servers:
+        server.engine.token_s = 0.1
+    before = sampled(servers)
+    with pool.session(OPTIONS) as session:
+        tickets = [session.submit(row) for row in ROWS[:4]]
+        session.advance()
+        session.abort([*tickets[:3], session.submit(ROWS[4])])
+        samples = drained(session)
+    assert samples == {tickets[3]: expected[3]}
+    until(lambda: not any(server.engine.num_running for server in servers))
+    assert sum(sampled(servers)) - sum(before) <= 2
+
+
 @given(
     costs=st.lists(st.integers(1, 50), min_size=1, max_size=60),
     loads=st.lists(st.integers(0, 300), min_size=1, max_size=5),

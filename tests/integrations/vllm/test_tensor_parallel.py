@@ -139,3 +139,22 @@ def test_a_row_that_is_refused_is_an_error_on_all_ranks() -> None:
     ranks.run(lambda rank, session: sample_all(session, [bad] if rank else rows(4)))
     assert all(isinstance(result, ValueError) for result in ranks.results)
     assert ranks.engines[0].log == ranks.engines[1].log
+
+
+def test_a_row_that_one_rank_aborts_no_engine_samples_on() -> None:
+    """One that has been sent, and one that has not."""
+
+    def work(rank: int, session: TensorParallelSession) -> Any:
+        if rank == 1:
+            return sample_all(session, rows(9, tokens=4))[0].ids
+        sent = session.submit(rows(1, tokens=100)[0])
+        session.advance()
+        session.abort([sent, session.submit(rows(2, tokens=100)[0])])
+        return session.num_open, sample_all(session, rows(3, tokens=2))[0].ids
+
+    ranks = Ranks(2)
+    ranks.run(work)
+    assert ranks.results == [(0, [3, 3]), [9] * 4]
+    assert ranks.engines[0].log == ranks.engines[1].log
+    assert [entry[1] for entry in ranks.engines[0].log if entry[0] == "submit"] == [1, 9, 3]
+    assert [entry[1] for entry in ranks.engines[0].log if entry[0] == "abort"] == [[0]]

@@ -32,7 +32,8 @@ _BELOW_ONE = 1.0 - 2**-52
 class Sampler:
     """Random streams of open requests, and the scores of their tokens.
 
-    Each request has a row in tables of draws, log-probs and entropies from `add` to `take_out`; rows are reused.
+    Each request has a row in tables of draws, log-probs and entropies from `add` to `take_out` or `free`; rows are
+    reused.
     """
 
     def __init__(self, params: SamplingParams, device: torch.device):
@@ -98,10 +99,14 @@ class Sampler:
         at, longest = torch.tensor(rows, device=self.device), max(counts)
         # One copy from a GPU, for which the host waits.
         logprobs, entropies = torch.stack([self.logprobs[at, :longest], self.entropies[at, :longest]]).tolist()
+        self.free(rows)
+        return [(p[:count], e[:count]) for p, e, count in zip(logprobs, entropies, counts)]
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Gives rows back, whose requests are over."""
         self._free += rows
         for row in rows:
             self._scales.pop(row, None)
-        return [(p[:count], e[:count]) for p, e, count in zip(logprobs, entropies, counts)]
 
     def choose(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n,) next tokens from logits (n, V), for the requests in table `rows` (n,) that have `counts` (n,) tokens."""

@@ -324,6 +324,19 @@ class Scheduler:
             self._drop(retained)
             self._is_admission_due = True
 
+    def abort(self, tickets: Collection[int]) -> list[EngineSequence]:
+        """Removes the sequences of these tickets, wherever they are, and the prefixes that they claimed."""
+        running = [sequence for sequence in self.running if sequence.ticket in tickets]
+        others = [sequence for sequence in [*self.gathering, *self.waiting] if sequence.ticket in tickets]
+        self.gathering = [sequence for sequence in self.gathering if sequence.ticket not in tickets]
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.ticket not in tickets)
+        self.started([sequence for sequence in others if sequence.is_fresh])
+        continued = {sequence.request.continues for sequence in others}
+        for ticket in [ticket for ticket in self._retained if ticket in continued]:
+            self._drop(self._retained.pop(ticket))
+        self._leave(running)
+        return [*running, *others]
+
     def _drop_for_admission(self, candidates: Collection[EngineSequence], num_others: int) -> bool:
         """Drops retained keys and values so that the last of `candidates` fits beside `num_others` sequences.
 

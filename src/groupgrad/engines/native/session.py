@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -179,6 +179,13 @@ class NativeSession:
         """Frees what is retained of a finished request, if anything."""
         if not self._is_closed:
             self._scheduler.release(ticket)
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        """Stops sampling these requests, which then never finish; does nothing for those that have finished."""
+        self._check_open()
+        aborted = self._scheduler.abort(set(tickets))
+        self._sampler.free([sequence.table_row for sequence in aborted if sequence.table_row >= 0])
+        self._num_open -= len(aborted)
 
     def _check(self, request: Request) -> None:
         """ValueError if the request could not be sampled even alone."""

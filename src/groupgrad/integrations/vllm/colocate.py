@@ -261,10 +261,17 @@ class TensorParallelSession(TicketSession):
         self._local, self._rank, self._gather = local, rank, gather
         self._owners: dict[int, tuple[int, int]] = {}
         """Rank, and ticket of that rank, by the local session's ticket."""
+        self._aborted: set[int] = set()
+        """Tickets of this rank that the others have to hear of."""
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Collective. Samples about a token for the requests of all ranks; returns this rank's rows that ended."""
         return self._step(closing=False) or []
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        """The ranks stop sampling these rows at the next `advance`."""
+        self._aborted.update(tickets)
+        super().abort(self._aborted)
 
     def close(self) -> None:
         """Collective. Aborts this rank's open rows, and goes on sampling until the other ranks are done."""
@@ -278,16 +285,20 @@ class TensorParallelSession(TicketSession):
 
     def _step(self, *, closing: bool) -> list[tuple[int, Sample]] | None:
         """This rank's rows that ended, in ticket order; None once all ranks are closing."""
-        gathered = self._gather((closing, [(ticket, self._open[ticket]) for ticket in self._unsent]))
-        self._unsent = []
-        if all(is_closing for is_closing, _ in gathered):
+        unsent = [(ticket, self._open[ticket]) for ticket in self._unsent]
+        gathered = self._gather((closing, unsent, self._aborted))
+        self._unsent, self._aborted = [], set()
+        if all(is_closing for is_closing, _, _ in gathered):
             return None
-        closed = {rank for rank, (is_closing, _) in enumerate(gathered) if is_closing}
-        aborted = [ticket for ticket, (owner, _) in self._owners.items() if owner in closed]
+        aborted = [
+            local_ticket
+            for local_ticket, (owner, ticket) in self._owners.items()
+            if gathered[owner][0] or ticket in gathered[owner][2]
+        ]
         for ticket in aborted:
             del self._owners[ticket]
         self._local.abort(aborted)
-        for owner, (_, requests) in enumerate(gathered):
+        for owner, (_, requests, _) in enumerate(gathered):
             for ticket, request in requests:
                 self._owners[self._local.submit(request)] = (owner, ticket)
         ended: list[tuple[int, Sample]] = []

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import dataclass
@@ -386,6 +386,16 @@ class PoolSession(TicketSession):
             del self._open[ticket]
         return sorted(ended.items())
 
+    def abort(self, tickets: Iterable[int]) -> None:
+        """Forgets these rows. A server stops sampling them once it has no other row of the same call."""
+        aborted = set(tickets)
+        super().abort(aborted)
+        for call in [call for call in self._calls if call.tickets & aborted]:
+            call.tickets -= aborted
+            if not call.tickets:
+                self._calls.remove(call)
+                call.stream.close()
+
     def close(self) -> None:
         """Aborts rows that have not ended; the servers stop sampling them."""
         for call in list(self._calls):
@@ -455,9 +465,9 @@ class PoolSession(TicketSession):
             return events
 
     def _read_line(self, call: _Call, line: dict[str, Any], ended: dict[int, Sample]) -> None:
-        if "row" not in line:
-            return  # tokens have come
-        ticket = line["row"]
+        ticket = line.get("row")
+        if ticket not in call.tickets:
+            return  # tokens have come, or a row that was aborted
         if "error" in line:
             if any(word in line["error"] for word in _ENGINE_DIED):
                 # The row stays open, and is sampled again after the end of this answer, which follows.

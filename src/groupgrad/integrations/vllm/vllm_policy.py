@@ -254,7 +254,7 @@ class _PolicySession:
 
     def __init__(self, inner: Session, policy: VLLMPolicy, *, keeps_logprobs: bool):
         self._inner, self._policy, self._keeps_logprobs = inner, policy, keeps_logprobs
-        self.submit, self.release = inner.submit, inner.release
+        self.submit, self.release, self.abort = inner.submit, inner.release, inner.abort
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Samples a little; returns the rows that ended. RuntimeError once the policy is stopped."""
