@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 import torch
 from fixed_answers import send
 from scripted_agents import with_tools
+from waiting import until
 
 from groupgrad.apps.cli import serve
 from groupgrad.apps.serve import serving
@@ -202,11 +204,13 @@ def test_metrics(served: Any) -> None:
 
 
 class Watched:
-    """An engine that notes its requests in `asked`, and whose steps take `step_s` seconds more."""
+    """An engine that notes its requests in `asked` and those that end early in `aborted`, and whose steps take `step_s`
+    seconds more."""
 
     def __init__(self, engine: Any, step_s: float = 0.0):
         self._engine, self._step_s = engine, step_s
         self.asked: list[Any] = []
+        self.aborted: list[int] = []
 
     @contextmanager
     def session(self, options: Any) -> Iterator[Any]:
@@ -220,7 +224,11 @@ class Watched:
                 time.sleep(self._step_s)
                 return session.advance()
 
-            yield SimpleNamespace(submit=submit, advance=advance, release=session.release)
+            def abort(tickets: Any) -> None:
+                self.aborted += tickets
+                session.abort(tickets)
+
+            yield SimpleNamespace(submit=submit, advance=advance, release=session.release, abort=abort)
 
 
 def test_a_request_that_waits_too_long_is_told_and_never_sampled(prepared: Any) -> None:
@@ -239,18 +247,35 @@ def test_a_request_that_waits_too_long_is_told_and_never_sampled(prepared: Any) 
     assert counts["tokens_written_total"] == answer.usage.completion_tokens
 
 
-def test_a_request_that_is_sampled_too_long_is_told(prepared: Any) -> None:
+def test_a_request_that_is_sampled_too_long_is_told_and_sampled_no_further(prepared: Any) -> None:
     found = prepared[0](1.0)
     found._rollouts.engine = engine = Watched(found._rollouts.engine, step_s=2.0)
     with running(found):
         with ThreadPoolExecutor(1) as threads:
-            late = threads.submit(client_of(found).completions.create, model="m", prompt="1", max_tokens=2)
+            late = threads.submit(client_of(found).completions.create, model="m", prompt="1", max_tokens=12)
             while not engine.asked:
                 time.sleep(0.01)
             assert metrics_of(found)["requests_under_way"] == 1
             with pytest.raises(openai.APIStatusError, match="not answered within its 1 seconds"):
                 late.result(timeout=30)
         assert metrics_of(found)["requests_under_way"] == 0
+        until(lambda: engine.aborted == [0])
+
+
+def test_a_request_whose_client_goes_away_is_sampled_no_further(prepared: Any) -> None:
+    """As where a browser's page is closed; the next one is answered at once."""
+    found = prepared[0]()
+    found._rollouts.engine = engine = Watched(found._rollouts.engine, step_s=0.5)
+    with running(found):
+        where = urlsplit(found.address.url)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)
+        body = json.dumps({"prompt": "1", "max_tokens": 12, "n": 3, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"Authorization": "Bearer secret"})
+        until(lambda: len(engine.asked) == 3)
+        connection.close()
+        until(lambda: len(engine.aborted) == 3)
+        assert client_of(found).completions.create(model="m", prompt="2", max_tokens=1).usage.completion_tokens == 1
+        assert metrics_of(found)["requests_refused_total"] == 1
 
 
 def test_a_page_of_any_origin_may_ask_from_a_browser(served: Any) -> None:

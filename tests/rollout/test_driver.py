@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.rollout import driver
-from groupgrad.rollout.driver import Driver, sample_turn, wait_for
+from groupgrad.rollout.driver import Abandoned, Driver, sample_turn, wait_for
 
 
 class ScriptedSession:
@@ -49,6 +49,11 @@ class ScriptedSession:
 
     def release(self, ticket: int) -> None:
         self.log.append(("release", ticket))
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            self.log.append(("abort", ticket))
+            del self._open[ticket]
 
 
 def finished(value: Any) -> Future[Any]:
@@ -98,6 +103,30 @@ def test_while_one_waits_the_others_are_sampled():
         return 5
 
     assert Driver(ScriptedSession(), [waits(), samples()]).run() == [["a", "b"], 5]
+
+
+def test_a_turn_that_nobody_waits_for_is_sampled_no_further():
+    """The other one goes on; a rollout may sample again; an answer that is done in time aborts nothing."""
+    answers: list[Future[str]] = [Future(), Future()]
+
+    async def gives_up() -> str:
+        try:
+            await sample_turn(Request([1], seed=0, max_new_tokens=9), answers[0])
+        except Abandoned:
+            return str(len((await sample_turn(Request([2], seed=0, max_new_tokens=2)))[1].ids))
+        return "sampled"
+
+    async def goes_on() -> str:
+        await sample_turn(Request([3], seed=0, max_new_tokens=1), answers[1])
+        answers[1].set_result("a")
+        answers[0].cancel()
+        await sample_turn(Request([4], seed=0, max_new_tokens=2))
+        return "on"
+
+    session = ScriptedSession()
+    assert Driver(session, [gives_up(), goes_on()]).run() == ["2", "on"]
+    assert [entry[1] for entry in session.log if entry[0] == "abort"] == [0]
+    assert [entry[1] for entry in session.log if entry[0] == "advance"] == [[0, 1], [2, 3], [2, 3]]
 
 
 class Awaited(Future[Any]):

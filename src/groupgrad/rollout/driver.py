@@ -31,10 +31,20 @@ AT_ONCE_S = 0.05
 """Seconds that a wave waits for further requests that a program may send together with one."""
 
 
+class Abandoned(Exception):
+    """Nobody waits any more for a turn that was being sampled."""
+
+
 @types.coroutine
-def sample_turn(request: Request) -> Generator[Request, tuple[int, Sample], tuple[int, Sample]]:
-    """Samples a turn. Returns the engine's ticket, by which the next turn continues this one, and the sample."""
-    return (yield request)
+def sample_turn(
+    request: Request, answer: Future[Any] | None = None
+) -> Generator[tuple[Request, Future[Any] | None], tuple[int, Sample], tuple[int, Sample]]:
+    """Samples a turn. Returns the engine's ticket, by which the next turn continues this one, and the sample.
+
+    If `answer`, which the sample is for, is done before (cancelled, or set to an error), it is sampled no further, and
+    Abandoned is raised.
+    """
+    return (yield request, answer)
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,6 +98,8 @@ class Driver(Generic[T]):
     """By the rollout's index."""
     _answered: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     """The index of the waiting rollout, once for each of its futures that is done."""
+    _abandoned: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+    """Tickets whose answers are done."""
     engine_s: float = 0.0
     """Seconds that the engine has worked so far."""
     _patience_s: float = field(default_factory=lambda: LEAST_PATIENCE_S)
@@ -100,7 +112,9 @@ class Driver(Generic[T]):
             for index in range(count):
                 self._resume(index, None)
             while self._sampling or self._waiting:
-                for index in self._next_answered():
+                answered = self._next_answered()
+                self._abort_abandoned()  # first, so that what is asked again finds the first request ended
+                for index in answered:
                     self._resume(index, self._end_wait(self._waiting.pop(index)))
                 if self._wave_waits_s() > 0 or not self._answered.empty():
                     continue  # what has been answered meanwhile may sample in the same call
@@ -116,18 +130,22 @@ class Driver(Generic[T]):
         self.rollouts.append(coroutine)
         self._resume(len(self.rollouts) - 1, None)
 
-    def _resume(self, index: int, value: tuple[int, Sample] | ToolWait | None) -> None:
+    def _resume(self, index: int, value: tuple[int, Sample] | ToolWait | Abandoned | None) -> None:
         """Runs a rollout up to its next turn or wait, or to its end."""
+        rollout = self.rollouts[index]
         try:
-            awaited = self.rollouts[index].send(value)
+            awaited = rollout.throw(value) if isinstance(value, Abandoned) else rollout.send(value)
         except StopIteration as end:
             self._results[index] = end.value
             if index in self._last_tickets:
                 self.session.release(self._last_tickets[index])
             return
-        if isinstance(awaited, Request):
-            ticket = self.session.submit(awaited)
+        if isinstance(awaited[0], Request):
+            request, answer = awaited
+            ticket = self.session.submit(request)
             self._sampling[ticket], self._last_tickets[index] = index, ticket
+            if answer is not None:
+                answer.add_done_callback(lambda _: self._abandoned.put(ticket))
             return
         futures, quick_s = awaited
         self._waiting[index] = _Wait(futures, quick_s, time.perf_counter(), self.engine_s)
@@ -165,6 +183,14 @@ class Driver(Generic[T]):
             return 0.0
         ends = [wait.began + min(wait.quick_s, self._patience_s) for wait in self._waiting.values() if wait.quick_s]
         return max(0.0, max(ends) - time.perf_counter()) if ends else 0.0
+
+    def _abort_abandoned(self) -> None:
+        """Ends the turns that nobody waits for any more; most answers are done because their turns have ended."""
+        while not self._abandoned.empty():
+            ticket = self._abandoned.get()
+            if ticket in self._sampling:
+                self.session.abort([ticket])
+                self._resume(self._sampling.pop(ticket), Abandoned())
 
     def _advance_engine(self) -> list[tuple[int, Sample]]:
         if not self._sampling:

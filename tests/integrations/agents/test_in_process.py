@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from waiting import until
 
 from groupgrad.integrations.agents import server
 from groupgrad.integrations.agents.in_process import make_client
@@ -21,14 +22,13 @@ ANSWER = Answer({"role": "assistant", "content": "Yes."}, "Yes.", "stop", 1, ["Y
 
 
 class Slow:
-    """Answers the first question never and others at once."""
+    """Answers the first question never and others at once. `last` is the last answer."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
 
     def ask(self, question: Question) -> Future[Answer]:
-        answer: Future[Answer] = Future()
-        answer.set_running_or_notify_cancel()
+        self.last = answer = Future[Answer]()
         if self.asked.is_set():
             answer.set_result(ANSWER)
         self.asked.set()
@@ -82,7 +82,7 @@ def test_both_ways_give_the_same(
         assert by_socket.headers["content-type"] == found.headers["content-type"]
 
 
-def test_a_client_that_gives_up_or_is_cancelled_ends_nothing_else(slow: Slow, address: Address) -> None:
+def test_a_client_that_gives_up_or_is_cancelled_ends_its_request_alone(slow: Slow, address: Address) -> None:
     async def play() -> str | None:
         client = client_of(address)
         asking = asyncio.create_task(client.chat.completions.create(model="m", **CHAT))
@@ -91,9 +91,11 @@ def test_a_client_that_gives_up_or_is_cancelled_ends_nothing_else(slow: Slow, ad
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+        until(slow.last.cancelled)
         slow.asked.clear()
         with pytest.raises(openai.APITimeoutError):
             await client.chat.completions.create(model="m", **CHAT, timeout=0.3)
+        until(slow.last.cancelled)
         answer = await client.chat.completions.create(model="m", **CHAT)
         return answer.choices[0].message.content
 
@@ -101,6 +103,7 @@ def test_a_client_that_gives_up_or_is_cancelled_ends_nothing_else(slow: Slow, ad
     slow.asked.clear()
     with pytest.raises(openai.APITimeoutError):
         client_of(address, is_async=False).chat.completions.create(model="m", **CHAT, timeout=0.3)
+    until(slow.last.cancelled)
 
 
 def test_an_address_that_closes_tells_those_who_wait(slow: Slow, address: Address) -> None:

@@ -25,6 +25,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.engines.native import session as native_session
+from groupgrad.engines.native.session import NativeSession
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError, RolloutError
 from groupgrad.integrations.agents import rollouts
@@ -442,6 +444,70 @@ def test_a_client_that_goes_away_ends_nothing_else(play: Any) -> None:
 
     _, found = play(solve, rollout_engine="transformers")
     assert [rollout.finish_reason != "error" for rollout in found] == [True] * 4
+
+
+@pytest.fixture
+def aborted(monkeypatch: Any) -> list[int]:
+    """The tickets of requests that ended early, with steps of the engine that take a while."""
+    found: list[int] = []
+    advance, abort = NativeSession.advance, NativeSession.abort
+
+    def slowly(session: Any) -> Any:
+        time.sleep(0.05)
+        return advance(session)
+
+    def noted(session: Any, tickets: Any) -> None:
+        found.extend(tickets)
+        abort(session, tickets)
+
+    monkeypatch.setattr(native_session, "RUN_SECONDS", 1e-9)
+    monkeypatch.setattr(NativeSession, "advance", slowly)
+    monkeypatch.setattr(NativeSession, "abort", noted)
+    return found
+
+
+def test_what_a_program_gives_up_leaves_no_trace(play: Any, aborted: list[int]) -> None:
+    """The same conversation then goes on where it was."""
+
+    async def solve(row: dict[str, Any], session: Any) -> float:
+        client, messages = session.async_openai(), [user("a")]
+        answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=2)
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), user("b")]
+        with pytest.raises(APITimeoutError):
+            await client.chat.completions.create(model="m", messages=messages, max_tokens=100, timeout=0.2)
+        await client.chat.completions.create(model="m", messages=messages, max_tokens=2)
+        return 1.0
+
+    trainer, found = play(solve, learning_rate=0.0, generation_kwargs={"min_new_tokens": 100})
+    assert len(aborted) == 4
+    for rollout in found:
+        assert not rollout.branches and len(rollout.turns) == rollout.trace.num_turns == 2
+        assert all(end - start <= 2 for start, end in rollout.turns)
+        assert_exact(trainer.model, rollout)
+
+
+def test_what_a_program_leaves_open_ends_with_it(play: Any, aborted: list[int]) -> None:
+    told: list[str] = []
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        def wait() -> None:
+            try:
+                ask(session, user("b"), max_tokens=100)
+            except APIStatusError as error:
+                told.append(error.message)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        ask(session, user("a"), max_tokens=1)
+        waiting.append(thread)
+        return 1.0
+
+    waiting: list[threading.Thread] = []
+    _, found = play(solve, generation_kwargs={"min_new_tokens": 100})
+    for thread in waiting:
+        thread.join(10)
+    assert len(aborted) == len(told) == 4 and all("has ended" in text for text in told)
+    assert all(rollout.trace.num_turns == 1 and rollout.num_sampled == 1 for rollout in found)
 
 
 def test_programs_that_fail_or_return_no_reward(play: Any) -> None:

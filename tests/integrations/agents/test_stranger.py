@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from raw_http import raw_exchange, request
 from stranger_cases import BAD_JSON
+from waiting import until
 
 from groupgrad.integrations.agents import server
 from groupgrad.integrations.agents.server import Address, make_app
@@ -107,6 +108,29 @@ def test_clients_that_break_off_leave_no_trace(port: int, caplog: pytest.LogCapt
     assert not caplog.records
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_nobody_waits_for_are_cancelled(path: str, stream: bool, caplog: pytest.LogCaptureFixture):
+    answers: list[Future[Answer]] = []
+
+    class Busy(Session):
+        def ask(self, question: Question) -> Future[Answer]:
+            answers.append(Future())
+            return answers[-1]
+
+    address = Address(make_app({"secret": Busy()}.get))
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(address.url).port, timeout=10)
+    body = json.dumps(json.loads(BODY) | {"prompt": "a", "stream": stream, "n": 2})
+    connection.request("POST", path, body, {"Authorization": "Bearer secret"})
+    expected = 1 if path == "/v1/messages" else 2
+    until(lambda: len(answers) == expected)
+    assert not any(answer.cancelled() for answer in answers)
+    connection.close()
+    until(lambda: all(answer.cancelled() for answer in answers))
+    address.close()
+    assert not caplog.records
+
+
 @pytest.mark.slow
 def test_a_connection_outlives_the_pause_in_which_a_batch_is_trained():
     """Clients drop connections that were idle for 5 seconds. A server that does so too may drop one in which a request
@@ -130,9 +154,7 @@ def test_an_address_that_closes_tells_those_who_wait(capfd: pytest.CaptureFixtur
     class Busy(Session):
         def ask(self, question: Question) -> Future[Answer]:
             asked.set()
-            answer: Future[Answer] = Future()
-            answer.set_running_or_notify_cancel()
-            return answer
+            return Future()
 
     address = Address(make_app({"secret": Busy()}.get))
     connection = http.client.HTTPConnection("127.0.0.1", urlsplit(address.url).port, timeout=10)

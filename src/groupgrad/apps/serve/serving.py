@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,10 @@ from starlette.middleware.cors import CORSMiddleware
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.integrations.agents.answers import read_sample
 from groupgrad.integrations.agents.rollouts import ProgramRollouts
-from groupgrad.integrations.agents.server import Address, Traffic, late, make_app
+from groupgrad.integrations.agents.server import Address, Traffic, make_app
 from groupgrad.integrations.agents.session import Asking, Questions
 from groupgrad.integrations.agents.wire import BadRequest, Question
-from groupgrad.rollout.driver import AT_ONCE_S, Driver, sample_turn, wait_for
+from groupgrad.rollout.driver import AT_ONCE_S, Abandoned, Driver, sample_turn, wait_for
 from groupgrad.rollout.requests import turn_seed
 
 logger = logging.getLogger(__name__)
@@ -28,11 +27,11 @@ class ServedModel:
 
     Requests of one temperature and top-p are sampled side by side and may arrive at any time; others wait until those
     under way have ended. A temperature of 0 is the most likely token. Nothing is kept of a request. One that is not
-    answered within `timeout_s` seconds gets an error, and is not sampled if that has not begun.
+    answered within `timeout_s` seconds gets an error and, like one whose client goes away, is sampled no further.
     """
 
     def __init__(self, rollouts: ProgramRollouts, key: str, listening: socket.socket, timeout_s: float = 600.0):
-        self._rollouts, self._seeds, self._timeout_s = rollouts, itertools.count(), timeout_s
+        self._rollouts, self._numbers = rollouts, itertools.count()
         self._questions, self._traffic = Questions(), Traffic()
         self._next: Asking | None = None
         self._sampling: tuple[float, Driver[None] | None] = (0.0, None)
@@ -69,19 +68,20 @@ class ServedModel:
         self._next = following
 
     async def _answer(self, asking: Asking) -> None:
-        question, formats = asking.question, self._rollouts.formats
+        question, formats, number = asking.question, self._rollouts.formats, next(self._numbers)
+        if asking.answer.cancelled():  # it has waited too long
+            return
         try:
-            if time.monotonic() - asking.since > self._timeout_s:  # the client has been told
-                raise late(self._timeout_s)
             context = formats.prompt_ids(question)
             limit = self._limit(question, len(context))
-        except BadRequest as error:
-            asking.answer.set_exception(error)
+            seed = turn_seed(self._rollouts.seed, number + 1)
+            _, sample = await sample_turn(Request(context, seed, limit), asking.answer)
+        except Abandoned:
             return
-        number = next(self._seeds)
-        seed = turn_seed(self._rollouts.seed, number + 1)
-        _, sample = await sample_turn(Request(context, seed, limit))
-        asking.answer.set_result(read_sample(formats, question, sample, len(context), f"{number:012x}").answer)
+        except BadRequest as error:
+            asking.refuse(error)
+            return
+        asking.reply(read_sample(formats, question, sample, len(context), f"{number:012x}").answer)
 
     def _options(self, question: Question) -> SamplingOptions:
         """The sampling options of a request."""

@@ -43,9 +43,11 @@ def _transport_type() -> Any:
                 raise httpx.ReadTimeout("no answer in time", request=request) from error
 
         def handle_request(self, request: Any) -> Any:
+            sent = self._sent(request)
             try:
-                return self._sent(request).result(_limit_s(request))
+                return sent.result(_limit_s(request))
             except FuturesTimeout as error:
+                sent.cancel()
                 raise httpx.ReadTimeout("no answer in time", request=request) from error
 
         def _sent(self, request: Any) -> Future[Any]:

@@ -41,7 +41,7 @@ from groupgrad.integrations.agents.server import Address, make_app
 from groupgrad.integrations.agents.session import AgentSession, Asking
 from groupgrad.integrations.agents.wire import BadRequest, Question
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.rollout.driver import AT_ONCE_S, Driver, sample_turn, wait_for
+from groupgrad.rollout.driver import AT_ONCE_S, Abandoned, Driver, sample_turn, wait_for
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, versions_of
 from groupgrad.rollout.statistics import ending_metrics
 from groupgrad.types import Branch, FinishReason, Prompt, Reward, Rollout, Trace
@@ -208,6 +208,8 @@ class _Program:
         self._conversations = Conversations(rollouts.formats)
         self._waiters: dict[int, Future[tuple[Asking, Continuation] | None]] = {}
         """The next request of each idle branch, by the branch's `id`."""
+        self._askings: set[Asking] = set()
+        """Those that branches answer at the moment."""
         self._ends: list[Future[None]] = []
         """One for each branch, done once it has ended."""
         self._asked: Counter[bytes] = Counter()
@@ -236,9 +238,11 @@ class _Program:
         return self._rollout(running.result())
 
     def close(self) -> None:
-        """Ends the session: what its program still asks is refused."""
+        """Ends the session: what its program still asks is refused, and what it has asked is sampled no further."""
         self._session.end()
         self._rollouts.close_session(self._session)
+        for asking in self._askings:
+            asking.refuse(BadRequest("this session has ended", status=409))
 
     def _take(self, asking: Asking) -> None:
         """Hands a question to the branch that it makes longer, or to a new one."""
@@ -246,7 +250,7 @@ class _Program:
             temperature = self._rollouts.temperature(asking.question, self._sampling)
             continuation = self._conversations.find(asking.question, temperature)
         except BadRequest as error:
-            asking.answer.set_exception(error)
+            asking.refuse(error)
             return
         if continuation.is_longer:
             self._waiters.pop(id(continuation.branch)).set_result((asking, continuation))
@@ -258,11 +262,15 @@ class _Program:
         """Answers the questions of a branch until the rollout ends."""
         ticket: int | None = None
         while True:
+            self._askings.add(asking)
             try:
                 ticket = await self._answer(asking, continuation, ticket)
             except BadRequest as error:
                 continuation.branch.is_asked = False
-                asking.answer.set_exception(error)
+                asking.refuse(error)
+            except Abandoned:  # by a client that went away, or because the session has ended: it leaves no trace
+                continuation.branch.is_asked, ticket = False, None
+            self._askings.discard(asking)
             if self._has_ended:
                 break
             self._waiters[id(continuation.branch)] = waiter = Future()
@@ -285,17 +293,15 @@ class _Program:
         keeps = not question.stop  # a turn that is cut has other tokens than the engine retains
         continued = ticket if continuation.is_longer else None
         request = Request(context, seed, limit, continues=continued, keep=keeps, temperature=continuation.temperature)
-        ticket, sample = await sample_turn(request)
-        if self._has_ended:  # the program reads no answers any more
-            continuation.branch.is_asked = False
-            asking.answer.set_exception(BadRequest("this session has ended", status=409))
-            return ticket
+        ticket, sample = await sample_turn(request, asking.answer)
+        if asking.answer.done():  # nobody waits for it any more
+            raise Abandoned
         answered = read_sample(self._rollouts.formats, question, sample, len(context), digest.hex()[:12])
         if sample.finish_reason != "eos" and not answered.is_cut and limit == budget:
             self._ended_by = reason if sample.finish_reason == "length" else sample.finish_reason
         self._conversations.answered(continuation, question, sample, answered.ids, answered.message, self._step)
         self._session.num_answered = self._conversations.num_answered
-        asking.answer.set_result(answered.answer)
+        asking.reply(answered.answer)
         return ticket if keeps else None
 
     def _budget(self, continuation: Continuation, num_read: int) -> tuple[int, FinishReason]:

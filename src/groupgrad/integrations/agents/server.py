@@ -40,7 +40,10 @@ class Asked(Protocol):
     """Answers the questions that come with one key."""
 
     def ask(self, question: Question) -> Future[Answer]:
-        """Thread-safe. The answer comes later; BadRequest, raised or as the future's exception, if it cannot."""
+        """Thread-safe. The answer comes later; BadRequest, raised or as the future's exception, if it cannot.
+
+        The future is cancelled once nobody waits for the answer.
+        """
         ...
 
 
@@ -80,16 +83,16 @@ def make_app(
 ) -> Starlette:
     """The application. `find` gives what answers a key, None for an unknown one.
 
-    A request that is not answered within `timeout_s` seconds gets an error; None: it may take any time. `traffic` is
-    kept up to date. `metrics` gives the text of `/metrics`; None: there is no such page.
+    A request that is not answered within `timeout_s` seconds gets an error; None: it may take any time. The answers of
+    such a request, and of one whose client goes away, are cancelled. `traffic` is kept up to date. `metrics` gives the
+    text of `/metrics`; None: there is no such page.
     """
     counts = Traffic() if traffic is None else traffic
 
     async def answer(request: Request, form: _Form) -> tuple[Call, list[Answer]]:
         asked = _authorized(request, find)
         call = form.read(await _body(request))
-        futures = [asyncio.wrap_future(asked.ask(call.question)) for _ in range(call.n)]
-        return call, await asyncio.gather(*futures)
+        return call, await _answers(request, asked, call)
 
     async def complete(request: Request, form: _Form) -> Response:
         counts.under_way += 1
@@ -98,7 +101,9 @@ def make_app(
         except (BadRequest, asyncio.TimeoutError) as error:
             counts.refused += 1
             return _refusal(error if isinstance(error, BadRequest) else late(timeout_s or 0.0), form)
-        except asyncio.CancelledError:  # by uvicorn, as the address closes; raised, it would be logged for each request
+        except asyncio.CancelledError:
+            # The client has gone, or uvicorn closes the address. Raised, it would be logged for each request.
+            counts.refused += 1
             return _refusal(BadRequest("the address has closed", status=503, code="closed"), form)
         finally:
             counts.under_way -= 1
@@ -134,6 +139,23 @@ def make_app(
         return _refusal(BadRequest(said, status=404, code="not_found"), _CHAT)
 
     return Starlette(routes=routes, exception_handlers={404: lost})
+
+
+async def _answers(request: Request, asked: Asked, call: Call) -> list[Answer]:
+    """The answers to a call. If its client goes away, or this is cancelled, those that are not there are cancelled."""
+    answers = [asyncio.wrap_future(asked.ask(call.question)) for _ in range(call.n)]
+    gone = asyncio.ensure_future(_disconnection(request))
+    gone.add_done_callback(lambda _: [answer.cancel() for answer in answers])
+    try:
+        return await asyncio.gather(*answers)
+    finally:
+        gone.cancel()
+
+
+async def _disconnection(request: Request) -> None:
+    """Ends when the client of a request goes away whose body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _authorized(request: Request, find: Callable[[str], Asked | None]) -> Asked:

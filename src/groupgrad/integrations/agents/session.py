@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.integrations.agents.in_process import make_client
@@ -18,14 +17,23 @@ from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Questi
 from groupgrad.types import Reward
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class Asking:
     """A question that waits for its answer."""
 
     question: Question
     answer: Future[Answer]
-    since: float = field(default_factory=time.monotonic)
-    """When it was asked, in seconds of `time.monotonic`."""
+    """Cancelled by a client that goes away."""
+
+    def reply(self, answer: Answer) -> None:
+        """Gives the answer to a client that still waits for it."""
+        if not self.answer.done() and self.answer.set_running_or_notify_cancel():
+            self.answer.set_result(answer)
+
+    def refuse(self, error: BadRequest) -> None:
+        """Gives the error to a client that still waits for an answer."""
+        if not self.answer.done() and self.answer.set_running_or_notify_cancel():
+            self.answer.set_exception(error)
 
 
 class Questions:
@@ -40,7 +48,6 @@ class Questions:
     def ask(self, question: Question) -> Future[Answer]:
         """Asks for a completion."""
         answer: Future[Answer] = Future()
-        answer.set_running_or_notify_cancel()  # a client that goes away cancels nothing that is being sampled
         self._push(Asking(question, answer))
         return answer
 
