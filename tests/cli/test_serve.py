@@ -278,6 +278,19 @@ def test_a_request_whose_client_goes_away_is_sampled_no_further(prepared: Any) -
         assert metrics_of(found)["requests_refused_total"] == 1
 
 
+def test_a_seed_is_that_of_the_random_stream(served: Any) -> None:
+    client = client_of(served[0])
+
+    def texts(**options: Any) -> list[str]:
+        return [choice.text for choice in client.completions.create(model="m", prompt="1+1=", **options).choices]
+
+    assert texts(seed=7) == texts(seed=7) != texts(seed=8)
+    assert texts(seed=7, n=3) == texts(seed=7) + texts(seed=8) + texts(seed=9)
+    assert texts(seed=-(2**70))
+    with pytest.raises(openai.BadRequestError, match=r"seed=0\.5 is no whole number"):
+        client.completions.create(model="m", prompt="1", extra_body={"seed": 0.5})
+
+
 def test_a_page_of_any_origin_may_ask_from_a_browser(served: Any) -> None:
     where = urlsplit(served[0].address.url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)

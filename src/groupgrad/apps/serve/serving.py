@@ -26,8 +26,9 @@ class ServedModel:
     """Samples what is asked at `address`, on the socket `listening`, with the engine of `rollouts`, until `close`.
 
     Requests of one temperature and top-p are sampled side by side and may arrive at any time; others wait until those
-    under way have ended. A temperature of 0 is the most likely token. Nothing is kept of a request. One that is not
-    answered within `timeout_s` seconds gets an error and, like one whose client goes away, is sampled no further.
+    under way have ended. A temperature of 0 is the most likely token. A request without a seed gets one of its own.
+    Nothing is kept of a request. One that is not answered within `timeout_s` seconds gets an error and, like one whose
+    client goes away, is sampled no further.
     """
 
     def __init__(self, rollouts: ProgramRollouts, key: str, listening: socket.socket, timeout_s: float = 600.0):
@@ -74,7 +75,7 @@ class ServedModel:
         try:
             context = formats.prompt_ids(question)
             limit = self._limit(question, len(context))
-            seed = turn_seed(self._rollouts.seed, number + 1)
+            seed = turn_seed(self._rollouts.seed, number + 1) if question.seed is None else turn_seed(question.seed, 1)
             _, sample = await sample_turn(Request(context, seed, limit), asking.answer)
         except Abandoned:
             return

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MODEL = "policy"
@@ -60,6 +60,8 @@ class Question:
     """`temperature` and `top_p`, where the request has them."""
     forces_calls: bool = False
     """The request's `tool_choice` asks for a call."""
+    seed: int | None = None
+    """For the random stream of the answer; in training the row's seed decides."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,6 +95,14 @@ class Call:
     shows_reasoning: bool = False
     """In Anthropic's form: the answer has the reasoning, too. In OpenAI's it always has."""
 
+    @property
+    def questions(self) -> list[Question]:
+        """One for each answer; seeds, if the request has one, count up from it."""
+        question = self.question
+        if question.seed is None:
+            return [question] * self.n
+        return [replace(question, seed=question.seed + number) for number in range(self.n)]
+
 
 def read_call(body: Any, *, is_chat: bool) -> Call:
     """The request of a JSON body. BadRequest for what cannot be honoured."""
@@ -102,7 +112,9 @@ def read_call(body: Any, *, is_chat: bool) -> Call:
     kind = read_object(body, "response_format").get("type", "text")
     if kind != "text":
         raise BadRequest(f"response_format {kind!r} cannot be honoured; ask for the format in the prompt")
-    n = body.get("n") or 1
+    n, seed = body.get("n") or 1, body.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise BadRequest(f"seed={seed!r} is no whole number")
     if not isinstance(n, int) or not 1 <= n <= 128:
         raise BadRequest(f"n={n!r} is no whole number from 1 to 128")
     question = Question(
@@ -113,6 +125,7 @@ def read_call(body: Any, *, is_chat: bool) -> Call:
         stop=read_stop(body, "stop"),
         forces_calls=is_chat and bool(body.get("tools")) and body.get("tool_choice") not in (None, "auto", "none"),
         wanted=read_wanted(body),
+        seed=seed,
     )
     options = read_object(body, "stream_options")
     return Call(
