@@ -18,6 +18,7 @@ from tiny_hybrids import make_hybrid
 from groupgrad.engines.base import BatchSession, Request, Sample, SamplingOptions, Session
 from groupgrad.engines.native import NativeEngine, scheduler
 from groupgrad.engines.native import session as native_session
+from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.engines.transformers import TransformersEngine
 
 OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)
@@ -160,6 +161,41 @@ def test_a_stop_string_ends_the_turn_that_it_stands_in(make_model, make_tokenize
     second = [row.sampled[1].sample for row in rows]
     assert any(len(s.ids) > 1 for s in second), "stop strings in the earlier turn and in the reply do not count"
     assert any(s.finish_reason == "eos" for s in second)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "hybrid"])
+def test_a_request_ends_at_its_own_stop_texts(name: str, build, make_tokenizer):
+    """Its tokens are those of the request without them, up to the one that completes a text; it can be continued."""
+    model = make_hybrid("qwen3_next") if name == "hybrid" else build(name)
+    tokenizer = make_tokenizer()
+    engine, letters = NativeEngine(model, tokenizer=tokenizer), [0, 1, 2, 3, *range(10, model.config.vocab_size)]
+    options = replace(ENDLESS, extra={"suppress_tokens": letters})
+    kinds: list[tuple[str, ...]] = [(), ("a", "bc"), ("b", "ca")]
+    rows = [Request(SHORT, number, 20, keep=True, stops=kinds[number % 3]) for number in range(9)]
+    with engine.session(options) as session:
+        for row in rows:
+            session.submit(row)
+        found = drained(session)
+        for number, row in enumerate(rows):
+            context = [*row.prompt_ids, *found[number].ids, 5]
+            session.submit(Request(context, 50 + number, 4, continues=number))
+        later = drained(session)
+        assert not session._own_stops
+    plain = engine.sample([replace(row, stops=()) for row in rows], options)
+    ends = [StopStrings(row.stops, tokenizer).end(whole.ids) for row, whole in zip(rows, plain)]
+    assert sum(end is not None for end in ends) >= 4
+    for number, (end, whole) in enumerate(zip(ends, plain)):
+        expected = replace(whole, ids=whole.ids[:end], finish_reason="length" if end is None else "eos")
+        assert_same_samples([found[number]], [cut_scores(expected)])
+        context = [*SHORT, *found[number].ids, 5]
+        assert_same_samples([later[9 + number]], engine.sample([Request(context, 50 + number, 4)], options))
+
+
+def cut_scores(sample: Sample) -> Sample:
+    """The sample with the scores of its ids alone."""
+    assert sample.logprobs is not None and sample.entropies is not None
+    count = len(sample.ids)
+    return replace(sample, logprobs=sample.logprobs[:count], entropies=sample.entropies[:count])
 
 
 def test_an_engine_of_batches_has_the_same_texts(build):

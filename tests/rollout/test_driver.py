@@ -129,6 +129,17 @@ def test_a_turn_that_nobody_waits_for_is_sampled_no_further():
     assert [entry[1] for entry in session.log if entry[0] == "advance"] == [[0, 1], [2, 3], [2, 3]]
 
 
+def test_what_is_kept_of_a_turn_that_the_next_one_does_not_continue_is_released():
+    async def rollout() -> None:
+        ticket, _ = await sample_turn(Request([1], seed=0, max_new_tokens=1))
+        await sample_turn(Request([1, 1, 2], seed=0, max_new_tokens=1, continues=ticket))
+        await sample_turn(Request([3], seed=0, max_new_tokens=1))
+
+    session = ScriptedSession()
+    Driver(session, [rollout()]).run()
+    assert [entry[1] for entry in session.log if entry[0] == "release"] == [1, 2]
+
+
 class Awaited(Future[Any]):
     """Done some seconds after somebody began to wait for it, so that no wait is shorter."""
 

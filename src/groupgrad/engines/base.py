@@ -50,6 +50,9 @@ class Request:
     temperature: float | None = None
     """Temperature of this completion alone, 0 for the most likely tokens; None: that of the options. Only for engines
     that have `takes_temperatures`."""
+    stops: tuple[str, ...] = ()
+    """Texts at the first of which the caller cuts the completion. An engine may end it, as by an EOS, with the token
+    that completes one; so does the native engine."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -142,7 +142,9 @@ class Driver(Generic[T]):
             return
         if isinstance(awaited[0], Request):
             request, answer = awaited
-            ticket = self.session.submit(request)
+            ticket, last = self.session.submit(request), self._last_tickets.get(index)
+            if last is not None and request.continues != last:
+                self.session.release(last)
             self._sampling[ticket], self._last_tickets[index] = index, ticket
             if answer is not None:
                 answer.add_done_callback(lambda _: self._abandoned.put(ticket))

@@ -239,6 +239,20 @@ def test_tools_stop_texts_and_streams(play: Any, caplog: Any) -> None:
         assert cut.finish_reason in ("stop", "length") and usage.completion_tokens <= 4
 
 
+def test_a_turn_is_sampled_up_to_its_stop_text_and_then_continued(play: Any) -> None:
+    def solve(row: dict[str, Any], session: Any) -> float:
+        first = ask(session, user("a"), max_tokens=60, stop=list("0123456789+=")).choices[0].message
+        ask(session, user("a"), first.model_dump(exclude_none=True), user("b"), max_tokens=4)
+        return 1.0
+
+    trainer, found = play(solve, learning_rate=0.0)
+    statistics = trainer.components.collector.rollouts.engine.statistics
+    assert statistics.num_decoded == sum(rollout.num_sampled for rollout in found) - 8  # but for first tokens
+    assert statistics.num_restored > 0
+    for rollout in found:
+        assert_exact(trainer.model, rollout)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -76,7 +76,7 @@ class ServedModel:
             context = formats.prompt_ids(question)
             limit = self._limit(question, len(context))
             seed = turn_seed(self._rollouts.seed, number + 1) if question.seed is None else turn_seed(question.seed, 1)
-            _, sample = await sample_turn(Request(context, seed, limit), asking.answer)
+            _, sample = await sample_turn(Request(context, seed, limit, stops=question.stop), asking.answer)
         except Abandoned:
             return
         except BadRequest as error:

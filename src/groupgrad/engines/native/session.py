@@ -96,6 +96,8 @@ class NativeSession:
         self._model, self._sampler, self._scheduler, self._runner = model, sampler, scheduler, runner
         self._cache, self._device = scheduler.cache, sampler.device
         self._stop_strings, self._eos_ids = stop_strings, frozenset(sampler.params.eos_ids)
+        self._own_stops: dict[int, StopStrings] = {}
+        """Stop strings of open requests that have some of their own, by ticket."""
         self._pace = Pace(RUN_SECONDS, step_seconds=RUN_SECONDS)
         self._may_exceed_bound, self._statistics = may_exceed_bound, statistics
         self._prefill_tokens, self._least_tokens, self._most_tokens = PREFILL_TOKENS, 0, self._cache.max_tokens
@@ -116,6 +118,8 @@ class NativeSession:
         self._check(request)
         ticket = self._num_submitted
         self._scheduler.add(ticket, request)
+        if request.stops:
+            self._own_stops[ticket] = self._stop_strings.with_more(request.stops)
         self._num_submitted += 1
         self._num_open += 1
         return ticket
@@ -186,6 +190,8 @@ class NativeSession:
         aborted = self._scheduler.abort(set(tickets))
         self._sampler.free([sequence.table_row for sequence in aborted if sequence.table_row >= 0])
         self._num_open -= len(aborted)
+        for sequence in aborted:
+            self._own_stops.pop(sequence.ticket, None)
 
     def _check(self, request: Request) -> None:
         """ValueError if the request could not be sampled even alone."""
@@ -370,7 +376,9 @@ class NativeSession:
             self._batch = self._make_batch(running)
         sign_of_life()
         batch, started = self._batch, time.perf_counter()
-        ahead = run_ahead(self._scheduler, self._pace, has_stops=bool(self._stop_strings))
+        # A recurrent state that may be continued has to be the one at the stop.
+        has_stops = bool(self._stop_strings) or bool(self._own_stops and self._cache.state_tokens)
+        ahead = run_ahead(self._scheduler, self._pace, has_stops=has_stops)
         tokens = batch.step.run(batch.rows, self._sampler, ahead)
         sampled = tokens.T.tolist()  # where the host waits for a GPU
         seconds = time.perf_counter() - started
@@ -401,20 +409,20 @@ class NativeSession:
 
     def _append(self, sequences: list[EngineSequence], tokens: list[list[int]]) -> int:
         """Appends sampled tokens to sequences up to their ends, sets `finish_reason`; returns the number appended."""
-        eos_ids, has_stops, num_appended = self._eos_ids, bool(self._stop_strings), 0
+        eos_ids, num_appended = self._eos_ids, 0
         for sequence, new_ids in zip(sequences, tokens):
-            ids = sequence.sampled_ids
+            ids, before = sequence.sampled_ids, len(sequence.sampled_ids)
             if not eos_ids.isdisjoint(new_ids):
                 new_ids = new_ids[: next(i for i, token in enumerate(new_ids, 1) if token in eos_ids)]
                 sequence.finish_reason = "eos"
             ids.extend(new_ids)
-            num_appended += len(new_ids)
-            if sequence.finish_reason is not None:
-                continue
-            if has_stops and self._stop_strings.is_end(ids):
+            stops = self._own_stops.get(sequence.ticket, self._stop_strings)
+            if stops and (length := stops.end(ids, before)) is not None:
+                del ids[length:]
                 sequence.finish_reason = "eos"
-            elif len(ids) >= sequence.request.max_new_tokens:
+            elif sequence.finish_reason is None and len(ids) >= sequence.request.max_new_tokens:
                 sequence.finish_reason = "length"
+            num_appended += len(ids) - before
         return num_appended
 
     def _finish(self, sequences: list[EngineSequence]) -> None:
@@ -427,6 +435,7 @@ class NativeSession:
             assert sequence.finish_reason is not None
             sample = Sample(sequence.sampled_ids, sequence.finish_reason, logprobs, entropies)
             self._finished.append((sequence.ticket, sample))
+            self._own_stops.pop(sequence.ticket, None)
         self._scheduler.finish(ended)
 
     def _tensor(self, numbers: list[int]) -> torch.Tensor:

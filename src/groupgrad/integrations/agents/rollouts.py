@@ -290,9 +290,15 @@ class _Program:
         digest = hashlib.blake2b(repr(context).encode(), digest_size=16).digest()
         self._asked[digest] += 1
         seed = answer_seed(self._seed, digest, self._asked[digest])
-        keeps = not question.stop  # a turn that is cut has other tokens than the engine retains
-        continued = ticket if continuation.is_longer else None
-        request = Request(context, seed, limit, continues=continued, keep=keeps, temperature=continuation.temperature)
+        request = Request(
+            context,
+            seed,
+            limit,
+            continues=ticket if continuation.is_longer else None,
+            keep=True,
+            temperature=continuation.temperature,
+            stops=question.stop,
+        )
         ticket, sample = await sample_turn(request, asking.answer)
         if asking.answer.done():  # nobody waits for it any more
             raise Abandoned
@@ -302,7 +308,8 @@ class _Program:
         self._conversations.answered(continuation, question, sample, answered.ids, answered.message, self._step)
         self._session.num_answered = self._conversations.num_answered
         asking.reply(answered.answer)
-        return ticket if keeps else None
+        # An engine that samples behind a stop text retains other tokens than the turn has.
+        return ticket if len(answered.ids) == len(sample.ids) else None
 
     def _budget(self, continuation: Continuation, num_read: int) -> tuple[int, FinishReason]:
         """Tokens that may be sampled, and the reason for which a turn that uses them up ends; BadRequest if none."""
