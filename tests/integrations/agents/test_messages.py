@@ -189,6 +189,19 @@ def test_arguments_that_are_no_json_become_texts() -> None:
     assert messages_wire.response(call, [given])["content"][0]["input"] == {"at": "NaN"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["messages", "chat/completions"])
+def test_half_a_surrogate_pair_that_a_model_writes_arrives(path: str, stream: bool) -> None:
+    given = answer("", calls=1, reason="tool_calls")
+    call = {"name": "\ud83d", "arguments": json.dumps({"at": "\ud83d"})}
+    given.message["tool_calls"] = [{"id": "c", "type": "function", "function": call}]
+    address = Address(make_app({"secret": FixedAnswers(given)}.get))
+    body = {**HEAD, "messages": [user("a")], "stream": stream}
+    status, found = send(f"{address.url}/{path}", body, authorization="Bearer secret")
+    address.close()
+    assert status == 200 and "\\ud83d" in found and found.endswith("\n\n" if stream else "}")
+
+
 # --- what is refused ---
 
 

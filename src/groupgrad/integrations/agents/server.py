@@ -36,6 +36,13 @@ _MODELS = {
 }
 
 
+class _Json(JSONResponse):
+    """JSON in ASCII, since models may write half of a surrogate pair, which has no UTF-8 form."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
 class Asked(Protocol):
     """Answers the questions that come with one key."""
 
@@ -112,7 +119,7 @@ def make_app(
         counts.tokens_written += sum(len(one.tokens) for one in answers)
         if call.stream:
             return StreamingResponse(form.events(call, answers), media_type="text/event-stream")
-        return JSONResponse(form.response(call, answers))
+        return _Json(form.response(call, answers))
 
     async def show(request: Request, page: Callable[[], Response]) -> Response:
         try:
@@ -179,7 +186,7 @@ def late(timeout_s: float) -> BadRequest:
 
 def _refusal(error: BadRequest, form: _Form) -> Response:
     # Clients of both APIs send a request again after some statuses, although it would be refused again.
-    return JSONResponse(form.error(error), status_code=error.status, headers={"x-should-retry": "false"})
+    return _Json(form.error(error), status_code=error.status, headers={"x-should-retry": "false"})
 
 
 async def _body(request: Request) -> Any:

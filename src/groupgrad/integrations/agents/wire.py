@@ -305,7 +305,7 @@ def events(call: Call, answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def _head(kind: str) -> dict[str, Any]:
