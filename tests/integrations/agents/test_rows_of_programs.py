@@ -277,6 +277,30 @@ def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], said: str, 
     assert len(errors) == 4 and all(said in error for error in errors)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"parameters": 7},
+        {"parameters": {"properties": 7}},
+        {"parameters": {"properties": {"at": {"anyOf": 7}}}},
+        {"parameters": {"properties": {"at": {"enum": 7}}}},
+        {"name": ["look"], "parameters": {}},
+    ],
+)
+def test_tools_that_are_none_are_a_bad_request(function: dict[str, Any], play: Any) -> None:
+    """They ended the run when the first answer was read."""
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        tool = {"type": "function", "function": {"name": "look", **function}}
+        with pytest.raises(APIStatusError, match="cannot be given these tools"):
+            ask(session, user("a"), max_tokens=2, tools=[tool])
+        ask(session, user("a"), max_tokens=2)
+        return 1.0
+
+    _, found = play(solve)
+    assert all(rollout.finish_reason != "error" for rollout in found)
+
+
 def test_an_image_and_a_foreign_key_are_refused(play: Any) -> None:
     import openai
 
@@ -641,6 +665,10 @@ def test_a_text_that_cannot_be_tokenised_is_a_bad_request(play: Any) -> None:
         headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", '{"model": "m", "prompt": "\\ud800"}', headers)
         statuses.append(connection.getresponse().status)
+        connection.close()
+        stopped = '{"model": "m", "prompt": "a", "max_tokens": 2, "stop": "\\ud800"}'
+        connection.request("POST", "/v1/completions", stopped, headers)
+        assert connection.getresponse().status == 200
         session.openai().completions.create(model="m", prompt="a", max_tokens=2)
         return 1.0
 

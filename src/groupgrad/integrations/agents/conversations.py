@@ -19,7 +19,7 @@ from groupgrad.chat import ChatFormat, PlainFormat
 from groupgrad.chat.chat_format import ResponseParser
 from groupgrad.chat.chat_template import ChatTemplate
 from groupgrad.chat.replies import TextTurns
-from groupgrad.chat.values import Turn
+from groupgrad.chat.values import Turn, parameter_schemas, typed_value
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample
 from groupgrad.integrations.agents.wire import BadRequest, Question
@@ -105,6 +105,9 @@ class Formats:
         key = json.dumps(tools, sort_keys=True)
         if key not in self._by_tools:
             try:
+                for parameters in parameter_schemas(tools).values():
+                    for schema in parameters.values():
+                        typed_value("", schema)  # raises here what it would raise for a sampled call
                 self._by_tools[key] = ChatFormat(
                     self.maker.tokenizer,
                     schemas=tools,

@@ -149,7 +149,7 @@ def make_app(
 
 
 async def _answers(request: Request, asked: Asked, call: Call) -> list[Answer]:
-    """The answers to a call; those that are not there when its client goes away, or this is cancelled, are cancelled."""
+    """The answers to a call. If its client goes away, or this is cancelled, those that are not there are cancelled."""
     answers = [asyncio.wrap_future(asked.ask(question)) for question in call.questions]
     gone = asyncio.ensure_future(_disconnection(request))
     gone.add_done_callback(lambda _: [answer.cancel() for answer in answers])
