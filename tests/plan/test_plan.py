@@ -138,6 +138,9 @@ def test_parts_by_hand(shape: ModelShape) -> None:
     assert (sharded.gradients, sharded.optimizer) == (count, 2 * count)
     lora = predict(shape, replace(SIZES, adapter="lora", lora_rank=2))
     assert lora.optimizer == 8 * 2 * shape.adapter_inputs
+    quantized = predict(shape, replace(SIZES, adapter="4bit", lora_rank=2))
+    # 4 bits in place of 32, and a float32 scale for each 64 weights.
+    assert lora.weights - quantized.weights == shape.linear_parameters * (4 - 0.5 - 4 / 64)
 
 
 def test_shards_by_hand(shape: ModelShape) -> None:

@@ -83,8 +83,9 @@ def test_the_length_of_the_file_and_the_least_device_are_named(planned: Any, run
     [
         ({"fsdp": True}, ["full, fsdp2", "LoRA, fsdp2"]),
         ({"fsdp": "full_shard", "use_peft": True}, ["LoRA, fsdp2"]),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, ["full, zero2", "LoRA, zero2"]),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, ["full, zero2", "LoRA, zero2", "4-bit, zero2"]),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}, "use_peft": True}, ["LoRA, zero3"]),
+        ({"deepspeed": {}, "use_peft": True, "load_in_4bit": True}, ["4-bit"]),
     ],
 )
 def test_the_file_says_how_a_model_is_divided(
@@ -97,7 +98,7 @@ def test_the_file_says_how_a_model_is_divided(
     ("settings", "text"),
     [
         ({"deepspeed": "nowhere.json"}, "deepspeed='nowhere.json' has no ZeRO stage from 0 to 3 that can be read"),
-        ({"load_in_4bit": True}, "load_in_4bit=True cannot be planned for; `groupgrad check` measures a small round"),
+        ({"fsdp": True, "load_in_4bit": True}, "remove fsdp, deepspeed or load_in_4bit"),
     ],
 )
 def test_settings_of_the_file_that_cannot_be_planned_for(
@@ -132,7 +133,7 @@ def test_set_is_a_setting_of_the_run_with_and_without_a_file(planned: Any, capsy
     (tmp_path / "run.yaml").write_text("max_completion_length: 512\nfsdp: full_shard\n")
     adapter = ["--set", "use_peft=true", "--set", "model_init_kwargs.dtype=bfloat16"]
     alone = planned("--device", "80GB", "--completion", 512, *adapter).out
-    assert re.findall(r"^(full|LoRA) ", alone, re.MULTILINE) == ["LoRA"]
+    assert re.findall(r"^(full|LoRA|4-bit) ", alone, re.MULTILINE) == ["LoRA"]
     assert planned("--device", "80GB", "--config", tmp_path / "run.yaml", *adapter, "--set", "fsdp=").out == alone
     for setting, problem in [
         ("use_pef=true", "unknown field 'use_pef'; did you mean use_peft?"),

@@ -174,8 +174,10 @@ def _complete(options: argparse.Namespace) -> None:
     options.gguf_file = options.gguf_file or loading.get("gguf_file")
     options.sampler = options.vllm_mode if options.use_vllm else "native"
     options.sharding = _sharding(options)
-    if options.load_in_4bit:
-        raise ValueError("load_in_4bit=True cannot be planned for; `groupgrad check` measures a small round")
+    if options.load_in_4bit and options.sharding in ("zero3", "fsdp2"):
+        raise ValueError(
+            "load_in_4bit=True with a model in shards cannot be planned for; remove fsdp, deepspeed or load_in_4bit"
+        )
     if options.context_parallel_size > 1:
         raise ValueError(
             f"context_parallel_size={options.context_parallel_size} cannot be planned for; plan one device with that "
@@ -239,7 +241,7 @@ def _run_sizes(options: argparse.Namespace, config: Any) -> RunSizes:
         colocate=colocate,
         devices=options.devices,
         on_gpu=on_gpu,
-        way="LoRA" if options.use_peft else "",
+        way="4-bit" if options.load_in_4bit else "LoRA" if options.use_peft else "",
         only_sharding=options.sharding,
     )
 
@@ -315,7 +317,7 @@ def _advice(shape: Any, sizes: Any, options: argparse.Namespace, best: Any) -> s
             f"completions of a generation batch ({sizes.rows} on a device), or raise --devices ({sizes.devices})."
         )
     rows = best.sizes.micro_batch
-    settings = ["use_peft=True"] if best.sizes.adapter == "lora" else []
+    settings = {"lora": ["use_peft=True"], "4bit": ["use_peft=True", "load_in_4bit=True"]}.get(best.sizes.adapter, [])
     settings += [f"per_device_train_batch_size={rows}", f"gradient_accumulation_steps={sizes.step_rows // rows}"]
     if sizes.rows != sizes.step_rows:
         settings.append(f"generation_batch_size={sizes.rows * sizes.devices}")

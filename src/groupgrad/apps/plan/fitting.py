@@ -21,6 +21,7 @@ FSDP_OPTIMIZERS = ("adamw", "sgd")
 _WAYS: tuple[tuple[str, Adapter, tuple[Sharding, ...]], ...] = (
     ("full", "full", ("zero1", "zero2", "zero3", "fsdp2")),
     ("LoRA", "lora", ("zero3", "fsdp2")),
+    ("4-bit", "4bit", ()),
 )
 """Name in the plan, kind of adapter, and the ways of sharding that are tried unless one is asked for."""
 
@@ -101,6 +102,7 @@ def _ways(sizes: RunSizes) -> list[tuple[str, RunSizes]]:
     for name, adapter, tried in _WAYS:
         for sharding in ["ddp", *(tried if sizes.devices > 1 else ())] if only is None else [only]:
             is_possible = sharding != "fsdp2" or (sizes.colocate is None and sizes.optimizer in FSDP_OPTIMIZERS)
+            is_possible &= adapter != "4bit" or sharding not in ("zero3", "fsdp2")
             if is_possible and name.startswith(sizes.way):
                 ending = "" if sharding == "ddp" else f", {sharding}"
                 ways.append((name + ending, replace(sizes, adapter=adapter, sharding=sharding)))

@@ -8,7 +8,7 @@ from typing import Literal
 from groupgrad.apps.plan.shapes import ModelShape
 from groupgrad.memory.oom_retry import tokens_per_pass
 
-Adapter = Literal["full", "lora"]
+Adapter = Literal["full", "lora", "4bit"]
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 
 OPTIMIZER_BYTES: dict[str, float] = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.1, "sgd": 0.0}
@@ -19,6 +19,9 @@ _FIXED_STATES = ("adamw_8bit",)
 
 UPDATE_TENSORS: dict[str, float] = {"adamw": 0.0, "adamw_8bit": 0.0, "adafactor": 2.0, "sgd": 0.0}
 """Temporary tensors of the size of one weight in the optimizer's update; torch's fused AdamW has none."""
+
+_FOUR_BIT_BYTES = 0.5 + 4 / 64
+"""Bytes of a weight in 4 bits, with a float32 scale for each block of 64."""
 
 _HEAD_SCRATCH = {"cpu": 3 * 512 * 2048 * 4, "cuda": 3 * 4096 * 8192 * 4}
 _CUDA_CONTEXT = 600 * 2**20
@@ -155,7 +158,9 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
     is_full, devices = sizes.adapter == "full", sizes.devices
     is_zero, is_sharded = sizes.sharding.startswith("zero"), sizes.sharding in ("zero3", "fsdp2")
     trained = shape.parameters if is_full else shape.adapter_inputs * sizes.lora_rank
-    weights = shape.parameters * sizes.weight_bytes + (0 if is_full else 4 * trained)
+    in_4_bits = shape.linear_parameters if sizes.adapter == "4bit" else 0
+    loaded = int(in_4_bits * _FOUR_BIT_BYTES) + (shape.parameters - in_4_bits) * sizes.weight_bytes
+    weights = loaded + (0 if is_full else 4 * trained)
     reference = weights if sizes.reference and is_full else 0
     sampled = weights if sizes.samples else 0
     if is_sharded:

@@ -44,6 +44,8 @@ class ModelShape:
     """Parameters of the output head."""
     largest_parameter: int
     """Numbers of the largest weight."""
+    linear_parameters: int
+    """Parameters of all linear layers within the layers, those that are loaded in 4 bits."""
     adapter_inputs: int
     """Inputs and outputs of all linear layers within the layers: parameters of an adapter of rank 1."""
     hidden: int
@@ -116,6 +118,7 @@ def _shape(name: str, config: Any) -> ModelShape:
         layer_parameters=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
         head_parameters=head.weight.numel() if head is not None else 0,
         largest_parameter=max(p.numel() for p in model.parameters()),
+        linear_parameters=sum(part.weight.numel() for part in _linear(layers)),
         adapter_inputs=sum(sum(part.weight.shape) for part in _linear(layers)),
         hidden=text.hidden_size,
         saved_values=sum(saved),
