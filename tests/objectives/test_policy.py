@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from loss_batches import make_batch, make_scores
 
 from groupgrad.batch import StepTotals, TokenScores
-from groupgrad.objectives import LOSSES, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
+from groupgrad.objectives import LOSSES, MismatchOptions, PolicyOptions, policy_loss
 
 LP = [[-1.0, -2.0, -0.5], [-0.3, -1.2]]
 OLD = [[-1.3, -2.0, -0.4], [-0.9, -1.0]]
@@ -18,11 +17,10 @@ REF = [[-1.1, -1.9, -0.7], [-0.4, -1.0]]
 ENTROPY = [[1.0, 2.0, 3.0], [4.0, 5.0]]
 ALL = [[True] * 3, [True] * 2]
 ADVANTAGES = [1.0, -0.5]
-KL = sum(math.exp(gap) - gap - 1 for gap in (-0.1, 0.1, -0.2, -0.1, 0.2)) / 5
 
 
-def run(*, trained=ALL, totals=None, sampling=None, entropy_coef=0.0, **options):
-    batch = make_batch(trained, ADVANTAGES, totals, old=OLD, ref=REF, sampling=sampling)
+def run(*, totals=None, entropy_coef=0.0, **options):
+    batch = make_batch(ALL, ADVANTAGES, totals, old=OLD, ref=REF)
     options = PolicyOptions(**{"max_completion_length": 8, **options})
     return policy_loss(make_scores(LP, ENTROPY, grad=True), batch, options, entropy_coef=entropy_coef)
 
@@ -37,39 +35,6 @@ def test_kl_metric_with_and_without_correction():
     assert read(corrected)["kl"] == pytest.approx(0.010997, abs=1e-6)
     assert read(plain)["kl"] == pytest.approx(0.010996, abs=1e-6)
     assert "kl" not in read(run())
-
-
-def test_top_entropy_keeps_the_uncertain_tokens_and_the_denominator():
-    threshold = entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), 0.4)
-    assert threshold == pytest.approx(3.4)
-    totals = StepTotals(rows=2, tokens=5, entropy_threshold=threshold, entropy_tokens=2)
-    assert run(totals=totals, top_entropy_quantile=0.4).loss.item() == pytest.approx(0.264085, abs=1e-6)
-
-
-def test_top_entropy_spares_the_kl_term():
-    totals = StepTotals(rows=2, tokens=5, entropy_threshold=math.inf, entropy_tokens=0)
-    assert run(totals=totals, beta=0.1).loss.item() == pytest.approx(0.1 * KL, abs=1e-12)
-
-
-def test_entropy_bonus():
-    result = run(entropy_coef=0.01)
-    assert result.loss.item() == pytest.approx(-0.386883, abs=1e-6)
-    assert read(result)["policy_loss"] == pytest.approx(-0.356883, abs=1e-6)
-    assert "policy_loss" not in read(run())
-
-
-def test_entropy_bonus_of_the_tokens_kept_has_their_denominator():
-    totals = StepTotals(rows=2, tokens=5, entropy_threshold=3.4, entropy_tokens=2)
-    bonus = run(totals=totals).loss - run(totals=totals, entropy_coef=0.01).loss
-    assert bonus.item() == pytest.approx(0.01 * (4 + 5) / 2, abs=1e-9)
-    with pytest.raises(ValueError, match="entropy_tokens"):
-        run(totals=dataclasses.replace(totals, entropy_tokens=None), entropy_coef=0.01)
-
-
-def test_entropy_bonus_has_a_gradient():
-    scores = make_scores(LP, ENTROPY, grad=True)
-    policy_loss(scores, make_batch(ALL, [0.0, 0.0]), PolicyOptions(), entropy_coef=0.5).loss.backward()
-    torch.testing.assert_close(scores.entropy.grad, torch.full((5,), -0.5 / 5, dtype=torch.float64))
 
 
 def test_metrics_of_the_token_ratio():
@@ -112,59 +77,6 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_stays():
     result.loss.backward()
     torch.testing.assert_close(scores.logprobs.grad, torch.tensor([-1, -1, -1, 0.5, 0.5], dtype=torch.float64) / 5)
     assert read(result)["clip_ratio/region_mean"] == 0
-
-
-def test_masked_rows_count_as_rows_but_their_tokens_do_not():
-    masked = [[True] * 3, [False] * 2]
-    first = -(1.2 + 1 + math.exp(-0.1))
-    assert run(trained=masked, loss_type="grpo").loss.item() == pytest.approx(first / 3 / 2)
-    assert run(trained=masked, loss_type="luspo").loss.item() == pytest.approx(first / 2)
-    assert run(trained=masked, loss_type="dapo").loss.item() == pytest.approx(first / 3)
-
-
-def test_off_policy_mask_drops_drifted_sequences_of_negative_advantage():
-    # Drift of row 1 against old: ((-0.9 + 0.3) + (-1.0 + 1.2)) / 2 = -0.2; of row 0, (-0.3 + 0 + 0.1) / 3.
-    full, positive_only = -0.356883, -(1.2 + 1 + math.exp(-0.1)) / 5
-    assert run(off_policy_mask_threshold=-0.1).loss.item() == pytest.approx(full, abs=1e-6)
-    assert run(off_policy_mask_threshold=-0.3).loss.item() == pytest.approx(positive_only, abs=1e-9)
-    # The engine's log-probs come first, and where it gave none there is no drift: (0.9 + 0) / 2 = 0.45.
-    sampling = [[-9.0, -9.0, -9.0], [0.6, math.nan]]
-    assert run(off_policy_mask_threshold=0.46, sampling=sampling).loss.item() == pytest.approx(full, abs=1e-6)
-    assert run(off_policy_mask_threshold=0.44, sampling=sampling).loss.item() == pytest.approx(positive_only, abs=1e-9)
-
-
-def test_off_policy_mask_without_any_older_logprobs_masks_nothing():
-    loss = policy_loss(make_scores(LP), make_batch(ALL, ADVANTAGES), PolicyOptions(off_policy_mask_threshold=-1.0)).loss
-    assert loss.item() == pytest.approx(-0.4)
-
-
-def test_mismatch_ratio_weighs_the_policy_term_only():
-    sampling = [[-1.0, -2.3, -0.4], [-0.9, -1.0]]
-    token = MismatchOptions("token_truncate", clip_max=1.2)
-    rho = [math.exp(-0.3), 1.2, 1.0]
-    expected = -(rho[0] * 1.2 + rho[1] * 1 + rho[2] * math.exp(-0.1)) + 0.5 * (math.exp(0.6) + math.exp(-0.2))
-    # Row 1 is penalised: -min(c A, clip(c) A) with A = -0.5 is 0.5 max(c, clip(c)).
-    expected += 0.5 * (0.818730753 - math.exp(-0.2))
-    assert run(sampling=sampling, mismatch=token).loss.item() == pytest.approx(expected / 5, abs=1e-8)
-    with_kl = run(sampling=sampling, mismatch=token, beta=0.1)
-    assert with_kl.loss.item() == pytest.approx(expected / 5 + 0.1 * KL, abs=1e-8)
-    assert run(mismatch=token).loss.item() == pytest.approx(-0.356883, abs=1e-6), "no sampler log-probs: no correction"
-
-
-def test_vespo_folds_the_mismatch_ratio_into_its_weight():
-    sampling = [[-1.0, -2.3, -0.4], [-1.0, -1.0]]  # sequence ratios 1 and exp(0.1)
-    result = run(loss_type="vespo", sampling=sampling, mismatch=MismatchOptions("sequence_truncate"))
-    phi = [math.exp(3 + 2 * 0.2 - 3 * math.exp(0.2)), math.exp(2 + 3 * 0.5 - 2 * math.exp(0.5))]
-    assert result.loss.item() == pytest.approx((phi[0] * 3.5 - 0.5 * phi[1] * 1.5) / 5, abs=1e-9)
-    token = run(loss_type="vespo", sampling=sampling, mismatch=MismatchOptions("token_truncate"))
-    assert token.loss.item() == pytest.approx(result.loss.item(), abs=1e-12)
-
-
-def test_vespo_ignores_what_lies_outside_the_loss_tokens():
-    trained = [[True, False]]
-    batch = make_batch(trained, [1.0], old=[[-1.0, -5.0]], sampling=[[-1.0, -50.0]])
-    options = PolicyOptions(loss_type="vespo", mismatch=MismatchOptions("token_truncate", clip_min=0.5))
-    assert policy_loss(make_scores([[-1.0, -2.0]]), batch, options).loss.item() == pytest.approx(1.0)
 
 
 def test_aux_loss_is_a_mean_over_micro_batches():
@@ -238,6 +150,8 @@ def test_what_cannot_work_is_refused():
     batch = make_batch(ALL, ADVANTAGES)
     with pytest.raises(ValueError, match=r"beta=0.1 needs .* set ref_logprobs"):
         policy_loss(make_scores(LP), batch, PolicyOptions(beta=0.1))
+    with pytest.raises(ValueError, match="entropy_tokens"):
+        run(totals=StepTotals(rows=2, tokens=5, entropy_threshold=3.4), entropy_coef=0.01)
     with pytest.raises(ValueError, match="5 completion tokens"):
         policy_loss(make_scores(LP[:1]), batch, PolicyOptions())
     with pytest.raises(ValueError, match=r"loss_type='ppo' is not known: .*Set it to one of bnpo, cispo"):
