@@ -128,24 +128,6 @@ def test_half_precision_models_give_float32_scores(build, batch):
     assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
 
 
-def test_an_adapter_is_scored_with_its_base(build, batch, row_logits):
-    peft = pytest.importorskip("peft")
-    model = adapted(
-        build, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
-    )
-    bare = plain(row_logits(model.get_base_model(), batch), batch.completion_ids)[0]
-    expected = plain(row_logits(model, batch), batch.completion_ids)[0]
-    scores = score_tokens(model, batch, ForwardOptions())
-    torch.testing.assert_close(scores.logprobs, expected, **TOLERANCE)
-    torch.testing.assert_close(scores.logprobs, bare, **TOLERANCE)
-    with model.disable_adapter():
-        off = score_tokens(model, batch, ForwardOptions()).logprobs
-    assert float((off - scores.logprobs).abs().max()) > 1e-3
-    trained = gradients(model, scores.logprobs.sum())
-    assert any("lm_head" in name for name in trained)
-    assert_same_gradients(trained, gradients(model, expected.sum()))
-
-
 HEADS = {
     "LoRA": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},
     "whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},

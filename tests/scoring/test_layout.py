@@ -189,27 +189,6 @@ def test_every_token_is_a_query_once(prompts, lengths, tile, bound):
         assert len(places.unique()) == len(places), "a block has a prompt's token twice"
 
 
-def test_what_each_token_of_a_shared_prompt_sees():
-    """Two rows behind one prompt: values of one-hot tokens tell who is attended to."""
-    batch = random_batch([2], [(0, 3), (0, 4)])
-    flat = flat_layout(batch)
-    assert flat.positions.tolist() == [0, 1, 2, 3, 2, 3, 4]  # the last token of a row is not computed
-    assert flat.predictors.tolist() == [1, 2, 3, 1, 4, 5, 6]
-    zeros, ones = torch.zeros(1, 7, 8), torch.eye(7, 8)[None]
-    weights = flat.attention.attend(zeros, zeros, ones, AttentionCall(layer=0, scale=1.0))[:, 0, :7]
-    third, fourth, fifth = 1 / 3, 1 / 4, 1 / 5
-    expected = [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1 / 2, 1 / 2, 0, 0, 0, 0, 0],
-        [third, third, third, 0, 0, 0, 0],
-        [fourth, fourth, fourth, fourth, 0, 0, 0],
-        [third, third, 0, 0, third, 0, 0],
-        [fourth, fourth, 0, 0, fourth, fourth, 0],
-        [fifth, fifth, 0, 0, fifth, fifth, fifth],
-    ]
-    torch.testing.assert_close(weights, torch.tensor(expected))
-
-
 def test_a_prompt_that_begins_another_is_a_part_of_it():
     """The first two of three prompts are beginnings of the third; a row sees only the tokens that it continues."""
     batch = build_batch([[5], [5, 6], [5, 6, 7], [8]], [1, 2, 0, 3, 1], [[1] * 3, [2] * 2, [3] * 2, [4] * 2, []])

@@ -44,20 +44,6 @@ def test_every_architecture(any_model):
     assert_gives_the_model_its_logits(any_model, transform)
 
 
-@pytest.mark.parametrize(
-    ("name", "transform"),
-    [
-        ("qwen3", LogitTransform()),
-        ("gpt-j (head bias)", LogitTransform()),
-        ("gemma2 (soft caps)", LogitTransform(softcap=3.0)),
-        ("cohere (logit scale)", LogitTransform(scale=0.25)),
-        ("granite (logit scale)", LogitTransform(scale=0.25)),
-    ],
-)
-def test_what_the_config_says(build, name, transform):
-    assert logit_transform(build(name)) == transform
-
-
 def test_a_float32_head_says_so(build):
     model = build("qwen3")
     cast_head_to_float32(model)

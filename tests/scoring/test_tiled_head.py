@@ -181,21 +181,6 @@ def test_nearly_certain_tokens_and_logits_near_the_cap(seed, cap, temperature, f
         assert float((ours - wanted).abs().max() / wanted.abs().max()) < 3e-5
 
 
-def test_two_tokens_by_hand():
-    # Logits (0, ln 3) and (ln 3, 0): probabilities 1/4 and 3/4.
-    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
-    weight = torch.tensor([[0.0, math.log(3)], [math.log(3), 0.0]], requires_grad=True)
-    scores = tiled_scores(
-        hidden, OutputHead(weight), torch.tensor([1, 1]), transform=LogitTransform(), tiles=Tiles(1, 1)
-    )
-    torch.testing.assert_close(scores.logprobs, torch.tensor([math.log(3 / 4), math.log(1 / 4)]))
-    torch.testing.assert_close(scores.entropy, torch.full((2,), -0.25 * math.log(0.25) - 0.75 * math.log(0.75)))
-    scores.logprobs.sum().backward()
-    # d log p / d logits: (-1/4, 1/4) for the first, (-3/4, 3/4) for the second.
-    torch.testing.assert_close(weight.grad, torch.tensor([[-0.25, -0.75], [0.25, 0.75]]))
-    torch.testing.assert_close(hidden.grad, math.log(3) * torch.tensor([[0.25, -0.25], [0.75, -0.75]]))
-
-
 @pytest.mark.parametrize("frozen_head", [False, True])
 def test_extreme_logits_stay_finite(frozen_head):
     case = make_case(frozen_head=frozen_head, tiles=Tiles(4, 8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -280,19 +279,6 @@ def test_positions_follow_the_images(qwen: VLMSetup):
     assert images.shift == -3
     assert images.rope_at(10, 2).tolist() == [[7, 8]] * 3
     assert images.rope_at(7, 2).tolist() == [[2, 5], [3, 5], [4, 5]]
-
-
-def test_placeholders_in_a_completion_are_no_images(qwen: VLMSetup):
-    token = qwen.placeholder
-    ids = torch.tensor([50, token, 51, token, 52])
-    grid: dict[str, Any] = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
-    assert prompt_images(qwen.model, ids, media([0, 1, 0], **grid)).mask.tolist() == [
-        False,
-        True,
-        False,
-        False,
-        False,
-    ]
 
 
 def test_is_multimodal(model):
