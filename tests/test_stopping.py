@@ -22,11 +22,6 @@ def test_interruptible_work_is_left_at_once() -> None:
         time.sleep(20)
 
 
-@pytest.mark.fault(
-    "a signal comes while weights are pushed to a vLLM server that hangs",
-    "the push is waited for, `vllm_server_timeout` at most; a second Ctrl-C ends the run at once",
-    "the step in progress",
-)
 def test_a_second_interrupt_does_not_wait() -> None:
     with received_signals(), pytest.raises(KeyboardInterrupt), finishing(), interruptible():
         interrupt()

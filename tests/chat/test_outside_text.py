@@ -53,11 +53,6 @@ def hostile_texts(tokenizer: Any, *, added: bool) -> st.SearchStrategy[str]:
     return st.lists(pieces, min_size=1, max_size=8).map("".join)
 
 
-@pytest.mark.fault(
-    "a row of data spells out special tokens",
-    "they are encoded as ordinary text in messages",
-    "nothing",
-)
 def test_no_message_of_a_prompt_brings_a_special_token(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(family.template, family.special, family.added)
     maker, control = PromptMaker(tokenizer), control_ids(tokenizer, added=False)
@@ -77,11 +72,6 @@ def test_no_message_of_a_prompt_brings_a_special_token(family: Any, byte_tokeniz
     check()
 
 
-@pytest.mark.fault(
-    "a tool's result spells out control tokens, such as `<\\|im_end\\|>`",
-    "they are encoded as ordinary text",
-    "nothing",
-)
 def test_no_result_of_a_tool_brings_a_control_token(family: Any, byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(family.template, family.special, family.added)
     maker, control = PromptMaker(tokenizer), control_ids(tokenizer, added=True)
@@ -166,11 +156,6 @@ DELETING = """{%- for m in messages %}{% set text = m.content %}
 """A template that removes reasoning and tags, and so joins what stands around them."""
 
 
-@pytest.mark.fault(
-    "a template removes a part of a text, and what is left spells a control token",
-    "it is encoded as ordinary text",
-    "nothing",
-)
 def test_no_template_rebuilds_a_control_token_by_removing_text(byte_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer(DELETING, ("<|im_start|>", "<|im_end|>"), ("<result>", "</result>"))
     maker, control = PromptMaker(tokenizer), control_ids(tokenizer, added=True)

@@ -46,11 +46,6 @@ def test_all_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert synced == [*files, "global_step5", "checkpoint-5", "rename", tmp_path.name]
 
 
-@pytest.mark.fault(
-    "transformers has marked a checkpoint as incomplete, which it does while it saves on a signal",
-    "the finished checkpoint takes its place",
-    "nothing",
-)
 def test_a_checkpoint_takes_the_place_of_another(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "checkpoint-is-incomplete.txt").touch()
@@ -85,11 +80,6 @@ def test_a_sweep_removes_only_what_is_ours(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-@pytest.mark.fault(
-    "a folder holds newer steps of an earlier run while save_total_limit is set",
-    "the checkpoint just written and the best one stay, and the oldest by time go first",
-    "nothing",
-)
 def test_rotation_keeps_the_one_just_written_and_the_best(tmp_path):
     for age, step in enumerate((7, 8, 9, 1, 2, 3)):
         folder = save(tmp_path, step)
@@ -104,9 +94,6 @@ def test_rotation_keeps_the_one_just_written_and_the_best(tmp_path):
     assert not (tmp_path / UNFINISHED).exists()
 
 
-@pytest.mark.fault(
-    "an old checkpoint cannot be removed", "a warning names it, and training goes on", "the space that it takes"
-)
 def test_what_cannot_be_removed_is_a_warning(tmp_path, caplog, monkeypatch):
     for step in (1, 2):
         save(tmp_path, step)
@@ -120,11 +107,6 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path, caplog, monkeypatch):
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
-@pytest.mark.fault(
-    "a file system has no call to sync a folder",
-    "the checkpoint is written without it",
-    "nothing, unless the machine stops",
-)
 def test_a_file_system_without_sync(tmp_path, monkeypatch):
     def refuse(descriptor: int) -> None:
         raise OSError(22, "Invalid argument")

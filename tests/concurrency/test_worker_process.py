@@ -156,11 +156,6 @@ print(*(worker.pid for worker in workers), flush=True)
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "raise SystemExit(3)"])
-@pytest.mark.fault(
-    "the process is killed, or ends, while a worker process of a reward function is idle or computes",
-    "the worker ends with it",
-    "nothing",
-)
 def test_no_worker_outlives_its_parent(tmp_path, end):
     script = tmp_path / "script.py"  # without a main guard
     script.write_text(SCRIPT.format(end=end))

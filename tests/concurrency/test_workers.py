@@ -340,11 +340,6 @@ print(*(future.result().value for future in called), flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a scheduler suspends the process (SIGSTOP) for longer than a tool's `tool_timeout_s`, and lets it go on",
-    "the tool goes on: time in which the process is suspended does not count",
-    "nothing",
-)
 def test_time_in_which_the_process_is_suspended_does_not_count() -> None:
     with subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

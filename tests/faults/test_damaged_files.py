@@ -43,12 +43,6 @@ def copied(straight, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@pytest.mark.fault(
-    "any file of a checkpoint is deleted, emptied, halved, or has one bit flipped",
-    "resume_from_checkpoint with its path is an error that names the file; True takes the newest whole checkpoint and "
-    "names the one that it skipped",
-    "the steps since that checkpoint",
-)
 def test_every_file(copied, caplog, damage):
     run_folder = copied
     broken, tried, named = run_folder / "checkpoint-2", 0, 0
@@ -73,11 +67,6 @@ def test_every_file(copied, caplog, damage):
     assert choose(run_folder, str(broken)).damage == {}
 
 
-@pytest.mark.fault(
-    "the newest checkpoint is damaged and a run starts with resume_from_checkpoint=True",
-    "it resumes from the newest whole one, bit for bit, and writes the damaged one anew",
-    "the steps since that checkpoint",
-)
 def test_a_run_goes_round_a_damaged_checkpoint(copied, straight, new_trainer, weights_of, caplog):
     flip_a_bit(copied / "checkpoint-2" / "model.safetensors")
     resumed = new_trainer(copied)

@@ -13,11 +13,6 @@ from groupgrad.errors import CheckpointNotSaved
 
 
 @pytest.mark.parametrize("limit", [100, 60_000, 150_000])
-@pytest.mark.fault(
-    "the disk is full in the middle of a save",
-    "the half folder is removed, older checkpoints stay, training goes on, and a later save succeeds",
-    "that checkpoint",
-)
 def test_a_write_that_fails_leaves_nothing_behind(
     new_trainer, straight, weights_of, tmp_path, caplog, full_from, limit
 ):
@@ -31,11 +26,6 @@ def test_a_write_that_fails_leaves_nothing_behind(
     assert choose(tmp_path, True).damage == {}
 
 
-@pytest.mark.fault(
-    "the disk is full at the last save of a run",
-    "all steps are made, then train() raises CheckpointNotSaved, and `groupgrad train` exits with 73",
-    "nothing in memory; the steps since the last checkpoint if the process ends",
-)
 def test_a_run_whose_last_save_fails_says_so(new_trainer, straight, weights_of, tmp_path, full_from):
     trainer = new_trainer(tmp_path)
     trainer.add_callback(Watch(tmp_path, lambda step: full_from(60_000) if step == 3 else None))
@@ -47,11 +37,6 @@ def test_a_run_whose_last_save_fails_says_so(new_trainer, straight, weights_of, 
     assert torch.equal(weights_of(trainer), weights_of(straight[1]))
 
 
-@pytest.mark.fault(
-    "a log or a file of completions cannot be written",
-    "a warning names it, and training goes on",
-    "that log",
-)
 def test_a_log_that_cannot_be_written_is_a_warning(new_trainer, straight, weights_of, tmp_path, caplog):
     class Full(TrainerCallback):
         def on_log(self, args, state, control, **kwargs):
@@ -66,11 +51,6 @@ def test_a_log_that_cannot_be_written_is_a_warning(new_trainer, straight, weight
     assert torch.equal(weights_of(trainer), weights_of(straight[1]))
 
 
-@pytest.mark.fault(
-    "saving raises an error that is not the disk's",
-    "the run ends with that error; older checkpoints stay, nothing half-written is left",
-    "the steps since the last checkpoint",
-)
 def test_an_error_of_another_kind_ends_the_run(new_trainer, tmp_path, monkeypatch):
     trainer = new_trainer(tmp_path)
     monkeypatch.setattr(trainer, "_save_scaler", lambda _: 1 / (trainer.state.global_step - 2))

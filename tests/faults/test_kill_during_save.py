@@ -46,11 +46,6 @@ def check(folder: Path) -> str:
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 32], ids=["each", "some"])
 @pytest.mark.parametrize("before", [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]], ids=["new", "replaced"])
-@pytest.mark.fault(
-    "a process is killed at a write, sync or rename of a save, or while the oldest checkpoint is removed",
-    "the next start sweeps the unfinished folder and resumes from the newest whole checkpoint",
-    "the steps since that checkpoint",
-)
 def test_every_change_of_a_save(saver, straight, tmp_path, before, every):
     whole = tmp_path / "whole"
     prepare(saver, straight, whole, *before)
@@ -70,11 +65,6 @@ def test_every_change_of_a_save(saver, straight, tmp_path, before, every):
     assert found == ({"checkpoint-2"} if before[1:] else {"checkpoint-1", "checkpoint-2"})
 
 
-@pytest.mark.fault(
-    "a process is killed in the middle of a file that it writes",
-    "the next start sweeps the unfinished folder and resumes from the newest whole checkpoint",
-    "the steps since that checkpoint",
-)
 def test_the_middle_of_every_file(saver, straight, tmp_path):
     sizes = {path.stat().st_size for path in (straight[0] / "checkpoint-2").iterdir()}
     for size in sorted(sizes):
@@ -85,11 +75,6 @@ def test_the_middle_of_every_file(saver, straight, tmp_path):
         assert check(folder) == "checkpoint-1"
 
 
-@pytest.mark.fault(
-    "a process is killed just before the rename that ends a save",
-    "resume_from_checkpoint=True continues bit for bit from the checkpoint before",
-    "the steps since that checkpoint",
-)
 def test_a_run_resumes_by_itself_bit_for_bit(saver, straight, new_trainer, weights_of, tmp_path):
     prepare(saver, straight, tmp_path, "checkpoint-1")
 

@@ -71,12 +71,6 @@ def is_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.fault(
-    "a run is killed at any change that it makes to its folder, and its script starts again with "
-    "resume_from_checkpoint='auto'",
-    "weights, optimizer and logs end bit for bit like those of a run that nobody killed",
-    "the steps since the last checkpoint, which are made again",
-)
 def test_a_killed_run_ends_like_another(new_trainer, tmp_path: Path, kind):
     settings = settings_of(kind)
     undisturbed = new_trainer(tmp_path / "undisturbed", **settings)
@@ -100,12 +94,6 @@ def test_a_killed_run_ends_like_another(new_trainer, tmp_path: Path, kind):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.fault(
-    "one of two processes is killed at any change that it makes to the run's folder, and both start again with "
-    "resume_from_checkpoint='auto'",
-    "the other one ends by itself; weights, optimizer and logs end bit for bit like those of an undisturbed run",
-    "the steps since the last checkpoint, which are made again",
-)
 def test_two_processes_of_which_one_is_killed_end_like_others(new_trainer, tmp_path: Path):
     settings = {"per_device_train_batch_size": 4, "beta": 0.1, "ddp_backend": "gloo"}
     straight = tmp_path / "straight"

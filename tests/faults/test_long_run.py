@@ -110,11 +110,6 @@ def run(folder: Path, num_steps: int) -> dict[int, dict[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.fault(
-    "a run takes 2,000 steps with tools, async rewards, completions, evaluations and saves",
-    "memory, file descriptors, threads and child processes stay what they were after 200 steps",
-    "nothing",
-)
 def test_two_thousand_steps_leave_nothing_behind(tmp_path):
     check(run(tmp_path, 2000))
 

@@ -146,11 +146,6 @@ FOUND_WHILE_LOADING = set(CASES) - {"same number and shapes", "another layer", "
 
 
 @pytest.mark.quick("another rank", "deeper", "none, now an adapter", "tied, now not")
-@pytest.mark.fault(
-    "a run is resumed with another set of trained parameters, adapter, or model than the checkpoint's",
-    "an error before anything is loaded: what was added, removed and changed, and what to set",
-    "nothing",
-)
 @pytest.mark.parametrize("case", CASES)
 def test_another_set_of_parameters_is_refused_by_name(case, saved, tmp_path, caplog):
     kind, model, text = CASES[case]
@@ -178,11 +173,6 @@ def test_the_same_set_resumes_bit_for_bit_without_a_remark(kind, runs, tmp_path,
         assert "missing keys" not in caplog.text and "options differ" not in caplog.text
 
 
-@pytest.mark.fault(
-    "a run is resumed with its parameters in another order or in other groups of the optimizer",
-    "an error; with allow_partial_resume=True the optimizer begins anew",
-    "nothing, or the optimizer's state",
-)
 @pytest.mark.parametrize("change", ["order", "groups"])
 def test_a_reordering_is_refused(change, tmp_path, caplog):
     def optimizer(model: Any, change: str | None) -> torch.optim.Optimizer:
@@ -208,11 +198,6 @@ def test_a_reordering_is_refused(change, tmp_path, caplog):
     assert {int(state["step"]) for state in resumed.optimizer.state.values()} == {1}
 
 
-@pytest.mark.fault(
-    "a run is resumed with more or fewer trained parameters of the same model, and allow_partial_resume=True",
-    "the weights go on, the optimizer begins anew, and a line names the parameters",
-    "the optimizer's state",
-)
 def test_partly_the_same_parameters_begin_a_new_optimizer(saved, tmp_path, caplog):
     trainer = make(tmp_path, training_only("gate_proj", "norm"), allow_partial_resume=True, max_steps=3)
     trainer.train(str(saved("gates")))
@@ -266,11 +251,6 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
 
 
-@pytest.mark.fault(
-    "a run is resumed with other save_steps, eval_steps or logging_steps",
-    "the new ones are in force, and the table of changed options names them",
-    "nothing",
-)
 def test_new_intervals_are_in_force_on_resume(saved, tmp_path, caplog):
     eval_set = repeatable_runs.Dataset.from_dict({"prompt": ["a", "b"]})
     trainer = make(
@@ -304,11 +284,6 @@ def test_a_callback_may_change_an_interval_when_training_begins(resumed, saved, 
 
 
 @pytest.mark.quick("full")
-@pytest.mark.fault(
-    "a run with a KL term is resumed with its checkpoint, or another model, given as the model",
-    "an error that names the model that the KL was measured from; allow_partial_resume=True takes the new reference",
-    "nothing",
-)
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
 def test_another_reference_is_refused(adapter, tmp_path, caplog):
     start = saved_start(tmp_path / "start")
@@ -330,11 +305,6 @@ def test_another_reference_is_refused(adapter, tmp_path, caplog):
     assert "from which it is measured from now on" in caplog.text
 
 
-@pytest.mark.fault(
-    "a run without a KL term is resumed with one, and its checkpoint is given as the model",
-    "a line that names the model that the KL is measured from",
-    "nothing",
-)
 def test_a_first_reference_is_named(tmp_path, caplog):
     start = saved_start(tmp_path / "start")
     settings: dict[str, Any] = {"learning_rate": 1e-2, "max_steps": 3, "save_steps": 1}

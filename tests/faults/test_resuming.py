@@ -29,11 +29,6 @@ def from_elsewhere(checkpoint: Path) -> Path:
     return checkpoint
 
 
-@pytest.mark.fault(
-    "a reward function, a tool or an environment changes the working directory, and `output_dir` is a relative path",
-    "the run's files and checkpoints stay in one folder, from which the run is resumed",
-    "nothing",
-)
 def test_a_change_of_the_working_directory_moves_nothing(new_trainer, straight, weights_of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -58,11 +53,6 @@ def test_a_change_of_the_working_directory_moves_nothing(new_trainer, straight, 
 
 
 @pytest.mark.parametrize("request_", ["auto", True], ids=str)
-@pytest.mark.fault(
-    "a run is started again by the same script, with resume_from_checkpoint='auto'",
-    "it continues from the newest whole checkpoint, and starts anew where there is none",
-    "nothing",
-)
 def test_auto_starts_anew_only_where_there_is_no_checkpoint(second, new_trainer, tmp_path, request_):
     assert choose(tmp_path / "other", "auto") is None
     assert [choose(second.parent, nothing) for nothing in (None, False, "", "False")] == [None] * 4
@@ -91,11 +81,6 @@ def test_what_is_no_checkpoint_is_refused_with_one_that_is(second, monkeypatch, 
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "groupgrad_state_0.pt"])
-@pytest.mark.fault(
-    "a part of a checkpoint other than weights is lost, and allow_partial_resume=True is set",
-    "the run goes on and names what starts anew; the schedule goes on at its step",
-    "the part: optimizer moments, random streams, or the rollouts in use",
-)
 def test_allow_partial_resume_goes_on_and_says_what_is_new(second, new_trainer, caplog, name):
     (second / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"is damaged: {name} has 0 bytes.*allow_partial_resume=True goes on"):
@@ -111,11 +96,6 @@ def test_allow_partial_resume_goes_on_and_says_what_is_new(second, new_trainer, 
     assert {int(step) for step in moments} == {1 if name == "optimizer.pt" else 3}
 
 
-@pytest.mark.fault(
-    "weights or the step count of the only checkpoint are lost",
-    "an error that names the file, with allow_partial_resume=True too",
-    "the run",
-)
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json"])
 def test_no_run_starts_without_weights(second, new_trainer, name):
     (second / name).unlink()
@@ -123,12 +103,6 @@ def test_no_run_starts_without_weights(second, new_trainer, name):
         new_trainer(second.parent, allow_partial_resume=True).train(str(second))
 
 
-@pytest.mark.fault(
-    "a run is resumed with other options",
-    "a table names each with then, now, and which is in force; a changed learning rate is applied with "
-    "resume_learning_rate=True and named without",
-    "nothing",
-)
 @pytest.mark.parametrize("applied", [False, True], ids=["named", "applied"])
 def test_changed_options_are_listed(second, straight, new_trainer, caplog, applied):
     settings = {"learning_rate": 5e-3, "temperature": 0.7, "weight_decay": 0.1, "save_strategy": "no"}
@@ -156,11 +130,6 @@ def test_a_schedule_that_multiplies_the_rate_goes_on_from_the_new_one():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.15, rel=1e-12)
 
 
-@pytest.mark.fault(
-    "a run is resumed with another optimizer",
-    "an error names both; with allow_partial_resume=True the new one starts anew",
-    "nothing, or the optimizer's state",
-)
 def test_another_optimizer_is_refused(second, new_trainer, caplog):
     with pytest.raises(CheckpointError, match=r"is AdamW and this run's is SGD \(optim='sgd'\).*set optim as it was"):
         new_trainer(second.parent, optim="sgd").train(str(second))
@@ -179,11 +148,6 @@ def test_an_optimizer_with_other_meanings_of_the_options_is_resumed(new_trainer,
     assert "options differ" not in caplog.text
 
 
-@pytest.mark.fault(
-    "a run is resumed inside a generation batch with a KL term that it did not have",
-    "the generation batch is sampled anew, and a line says why",
-    "the rollouts in use",
-)
 def test_a_new_reference_has_rollouts_sampled_anew(new_trainer, tmp_path, caplog):
     settings = {"steps_per_generation": 2, "max_steps": 2}
     new_trainer(tmp_path, **settings).train()
@@ -195,11 +159,6 @@ def test_a_new_reference_has_rollouts_sampled_anew(new_trainer, tmp_path, caplog
     )
 
 
-@pytest.mark.fault(
-    "a run is resumed from a checkpoint of transformers or TRL, which has no manifest",
-    "weights, optimizer, schedule and random streams continue, with a remark",
-    "rollouts of a generation batch in use, which are sampled again",
-)
 def test_a_checkpoint_from_elsewhere_loads_with_a_remark(second, straight, new_trainer, weights_of, caplog):
     from_elsewhere(second)
     trainer = new_trainer(second.parent, save_strategy="no", learning_rate=5e-3)
@@ -223,11 +182,6 @@ def test_a_checkpoint_from_elsewhere_with_one_of_optimizer_and_schedule(second, 
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1 if name == "optimizer.pt" else 3}
 
 
-@pytest.mark.fault(
-    "the newest checkpoint of transformers or TRL is half written",
-    "it is skipped and named",
-    "the steps since the one before",
-)
 def test_a_half_written_checkpoint_from_elsewhere_is_skipped(second, straight, tmp_path, caplog):
     shutil.copytree(straight[0] / "checkpoint-1", second.parent / "checkpoint-1")
     marker = from_elsewhere(second) / "checkpoint-is-incomplete.txt"
@@ -240,11 +194,6 @@ def test_a_half_written_checkpoint_from_elsewhere_is_skipped(second, straight, t
     assert "skipped checkpoint-2: trainer_state.json is missing" in caplog.text
 
 
-@pytest.mark.fault(
-    "a run is resumed with another micro-batch where a generation batch ends",
-    "it continues with the same prompts in the same order, to the same weights",
-    "nothing",
-)
 def test_another_micro_batch_continues_the_data(second, straight, new_trainer, weights_of, caplog):
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     trainer = new_trainer(second.parent, save_strategy="no", **sizes)
@@ -256,11 +205,6 @@ def test_another_micro_batch_continues_the_data(second, straight, new_trainer, w
 
 @pytest.mark.quick("map")
 @pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
-@pytest.mark.fault(
-    "a run is resumed with another number of rows a step where a generation batch ends",
-    "the data go on behind the prompts that were used, in the same order; a line says so",
-    "nothing",
-)
 def test_other_sizes_of_steps_continue_the_data(new_trainer, tmp_path, caplog, stream):
     seen: list[str] = []
 
@@ -284,11 +228,6 @@ def test_other_sizes_of_steps_continue_the_data(new_trainer, tmp_path, caplog, s
     assert "the data go on behind its 18 prompts" in caplog.text
 
 
-@pytest.mark.fault(
-    "the best checkpoint is damaged when load_best_model_at_end loads it",
-    "an error that names the file",
-    "nothing: the last weights are in memory and in the newest checkpoint",
-)
 def test_a_damaged_best_model_is_not_loaded(second, straight, new_trainer):
     trainer = new_trainer(second.parent, save_strategy="no")
     trainer.state.best_model_checkpoint = str(second)

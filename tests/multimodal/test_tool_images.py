@@ -57,11 +57,6 @@ def qwen() -> tiny_vlms.TinyVLM:
     return tiny_vlms.build("qwen2_vl")
 
 
-@pytest.mark.fault(
-    "a tool returns the path of a file outside `image_root`",
-    "the model reads an error in its place",
-    "nothing",
-)
 def test_the_path_of_a_tool_does_not_lead_out_of_the_images_folder(qwen, tmp_path):
     (tmp_path / "images").mkdir()
     RED.save(tmp_path / "secret.png")

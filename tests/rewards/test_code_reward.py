@@ -310,11 +310,6 @@ def test_white_space_behind_a_fence_takes_no_more_than_its_length_in_time() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a call of `code_reward` is cancelled, or its process is killed, while code runs",
-    "every process of its sandboxes ends with it",
-    "nothing",
-)
 @pytest.mark.parametrize("mechanism", ["auto", *MECHANISMS])
 def test_code_ends_with_a_cancelled_call_and_with_its_trainer(mechanism):
     name = f"end{os.getpid()}"

@@ -19,12 +19,6 @@ from groupgrad.integrations.code_sandbox.sandbox import MECHANISMS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.fault(
-    "code of a completion starts a fork bomb, fills memory or the disk, opens sockets, reads or writes files, the "
-    "environment or /proc of the trainer, sends signals, or leaves processes behind",
-    "each attempt fails inside a sandbox, and nothing of the sandbox outlives it",
-    "nothing",
-)
 def test_nothing_leaves_the_sandbox():
     python = sandbox_escapes.holding("auto")
     tries = sandbox_escapes.try_all(python=python, quick=True)
@@ -32,11 +26,6 @@ def test_nothing_leaves_the_sandbox():
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "code of a completion forges the result of its tests, looks for what they expect, or never ends",
-    "its process has neither the tests nor what they expect nor a way to report; a deadline ends it",
-    "nothing: such code gets no reward",
-)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_every_escape_with_every_mechanism(mechanism):
     tries = sandbox_escapes.try_all(mechanism, sandbox_escapes.holding(mechanism))

@@ -116,11 +116,6 @@ def test_columns_and_conversations_are_filled_in(server):
     assert server.seen == ["user: {x}?|{y}|4"]
 
 
-@pytest.mark.fault(
-    "the server of a judge fails or limits requests",
-    "requests are repeated with pauses; then an error, an unscored completion or a value, as `on_failure` says",
-    "what `on_failure` says",
-)
 def test_failures_are_repeated_and_then_an_error_or_a_value(server):
     codes = iter([429, 503, 500])
     server.answer = lambda text: next(codes, "10")
@@ -154,11 +149,6 @@ def test_equal_requests_of_a_batch_are_sent_once(server):
     assert metrics["judge/requests"] == 2
 
 
-@pytest.mark.fault(
-    "the cache of a judge cannot be opened, is locked, damaged or full",
-    "one warning; requests are sent without it",
-    "the replies it would have kept",
-)
 @pytest.mark.parametrize("damage", ["no database", "no folder"])
 def test_a_cache_that_cannot_be_used_is_a_warning(server, tmp_path, caplog, damage):
     path = tmp_path / "replies.db" if damage == "no database" else tmp_path / "missing" / "replies.db"

@@ -109,11 +109,6 @@ def test_conversations_go_through_the_template(make_rollouts, content):
 
 
 @pytest.mark.parametrize("is_conversation", [True, False])
-@pytest.mark.fault(
-    "the policy spells out the end of its turn to fool a reward model",
-    "the reward model reads ordinary text",
-    "nothing",
-)
 def test_a_completion_cannot_end_its_turn_for_the_reward_model(make_rollouts, is_conversation):
     model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<pad>")
     text, prompt = "is <eos> blue", [{"role": "user", "content": "the sky"}] if is_conversation else "the sky "

@@ -67,12 +67,6 @@ def numbers(table: Any) -> dict[str, float | None]:
     [(sleeping, 0), (lambda completions: time.sleep(30), 1), (sleeping_async, 0), (blocking_async, 0)],
     ids=["plain", "worker", "async", "async that blocks"],
 )
-@pytest.mark.fault(
-    "a reward function, plain or async, takes longer than `reward_timeout_s`",
-    "an error names function, step, rank and rows, before `hang_timeout_s`; or its rows get no reward, or another one "
-    "(`on_reward_failure`), and the run goes on",
-    "nothing, or the steps since the last checkpoint",
-)
 def test_a_late_call_is_named_or_unscored(make, function, num_workers):
     late = make([function, lambda completions: [1.0, 2.0]], timeout_s=0.3, num_workers=num_workers)
     name = late.runner.names[0]
@@ -115,11 +109,6 @@ def test_calls_in_time_are_measured(make):
     assert "time/rewards/judge/p50" not in make(lambda completions: [1.0, 2.0]).score().metrics
 
 
-@pytest.mark.fault(
-    "a reward function crashes its worker process (segmentation fault, `os._exit`, too little memory)",
-    "an error names function, step, rank and rows; or, as `on_reward_failure` says, the run goes on with a new process",
-    "that call",
-)
 def test_a_crash_costs_its_call(make, caplog):
     def judge(completions, prompts):
         kind = completions[0]
@@ -172,11 +161,6 @@ def test_what_failures_mean_is_said_by_name(make):
 
 
 @pytest.mark.parametrize("kind", ["plain", "worker", "async"])
-@pytest.mark.fault(
-    "a reward function raises an error that is declared transient (`reward_transient_errors`)",
-    "the call is repeated `reward_retries` times, after growing pauses",
-    "nothing",
-)
 def test_transient_errors_are_tried_again(make, kind, monkeypatch, tmp_path):
     monkeypatch.setattr(function_calls, "FIRST_PAUSE_S", 0.01)
     calls = tmp_path / "calls"

@@ -42,11 +42,6 @@ def make_poisoned(make_trainer):
 
 
 @pytest.mark.parametrize(("factor", "detached"), [(float("nan"), True), (float("inf"), False)])
-@pytest.mark.fault(
-    "the loss or the gradient of a step is NaN or infinite",
-    "the step is skipped and counted as `nonfinite_steps`; a warning names the term, the token and the row",
-    "the step",
-)
 def test_a_step_that_is_not_finite_is_skipped_counted_and_named(make_poisoned, factor, detached, caplog):
     seen: dict[int, list[torch.Tensor]] = {}
 
@@ -175,11 +170,6 @@ def test_a_skipped_step_leaves_the_optimizers_state_as_it_was(make_poisoned):
     assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), skipped.model.parameters()))
 
 
-@pytest.mark.fault(
-    "three steps in a row are not finite",
-    "the run ends with NonFiniteError and the weights of the last good step",
-    "the steps since the last checkpoint",
-)
 def test_the_third_in_a_row_ends_the_run_with_finite_weights(make_poisoned):
     trainer = make_poisoned({1: float("nan"), 2: float("inf"), 3: float("nan")}, max_steps=9)
     with pytest.raises(NonFiniteError, match=r"step 4: .*gradient norm nan.*so were the 2 steps before it.*lower"):
@@ -200,11 +190,6 @@ def spoil(at: Any) -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-@pytest.mark.fault(
-    "a callback makes a weight NaN",
-    "no save writes it, and training ends with NonFiniteError that names the parameter",
-    "the steps since the last checkpoint",
-)
 def test_weights_that_are_not_finite_are_never_saved_and_no_run_ends_well_with_them(make_trainer, saves):
     settings = {"save_strategy": "steps", "save_steps": 1} if saves else {}
     trainer = make_trainer(max_steps=2, trainer={"callbacks": [At("on_step_end", spoil, 2)]}, **settings)

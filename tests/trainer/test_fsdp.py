@@ -84,11 +84,6 @@ def test_two_processes_with_shards_equal_one(one, two, tools, case):
         assert (rank["engine"], rank["layout"].layout, rank["layout"].tiled_head) == ("native", "shared", True)
 
 
-@pytest.mark.fault(
-    "a run of two processes that share a model by FSDP is resumed on two, in the middle of a generation batch",
-    "it continues bit for bit",
-    "nothing",
-)
 @pytest.mark.parametrize("case", SAVED)
 def test_a_resumed_run_continues_bit_for_bit(two, case):
     for rank in two(case)[1]:
@@ -102,11 +97,6 @@ def test_what_save_model_writes_is_whole(two, tools):
     assert torch.equal(tools.weights(saved), two("saved")[1][0]["weights"])
 
 
-@pytest.mark.fault(
-    "a run of two processes that share a model by FSDP is resumed on one, where a generation batch ends",
-    "it continues with the same prompts, to the same weights",
-    "metrics of the steps since the last log",
-)
 @pytest.mark.parametrize("case", SAVED)
 def test_a_checkpoint_in_shards_is_resumed_on_one_process(two, tools, tmp_path, case):
     trainer = script.build(case, tmp_path, save_strategy="no")
@@ -201,11 +191,6 @@ def test_an_engine_with_weights_of_its_own_gets_those_of_all_ranks(one, tools, t
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "the disk of one rank is full while processes that share a model by FSDP save",
-    "no rank keeps the checkpoint, older ones stay, training goes on on all ranks, and a later save succeeds",
-    "that checkpoint",
-)
 def test_a_full_disk_on_one_rank_costs_one_checkpoint(tmp_path):
     first, second = on(2, tmp_path, ["full_disk"])["full_disk"]
     assert torch.equal(first["weights"], second["weights"])
@@ -215,11 +200,6 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a run whose processes share a model by FSDP is resumed on twice or half as many, where a generation batch ends",
-    "it continues with the same prompts, to the same weights",
-    "metrics of the steps since the last log",
-)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_a_checkpoint_in_shards_is_resumed_on_other_numbers(one, tools, tmp_path, before, after):
     cases = ["saved", "saved_lora"]

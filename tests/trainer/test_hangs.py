@@ -79,26 +79,6 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.quick("reward", "async reward", "callback")
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.fault(
-    "a reward function, plain or async, hangs",
-    "after `hang_timeout_s` an error names function, step, rank and rows; all stacks are in `hang_step_*.txt`",
-    "the steps since the last checkpoint",
-)
-@pytest.mark.fault(
-    "a callback hangs",
-    "the same, named as the training loop",
-    "the steps since the last checkpoint",
-)
-@pytest.mark.fault(
-    "a reward function that hangs swallows exceptions",
-    "the error passes through `except Exception` and ends the run",
-    "the steps since the last checkpoint",
-)
-@pytest.mark.fault(
-    "a reward function hangs inside a regular expression, which keeps Python's lock",
-    "the system raises the error in its place after the same computing time",
-    "the steps since the last checkpoint",
-)
 def test_what_hangs_ends_the_run_with_its_name(make_trainer, place):
     settings, name = PLACES[place]
     trainer = make_trainer(hang_timeout_s=2.0, **settings)
@@ -230,16 +210,6 @@ PHASES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
 
 @pytest.mark.quick("callback")
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.fault(
-    "an exception on one rank, wherever in a step, in a callback, a save or an evaluation",
-    "every other rank ends within 10 s with that rank's name, process and text, also if the failed process lives on",
-    "the steps since the last checkpoint",
-)
-@pytest.mark.fault(
-    "an exception on one rank in `evaluate()` or `predict()`, called outside of training",
-    "every other rank ends within 10 s with that rank's name, process and text, also if the failed process lives on",
-    "nothing",
-)
 def test_an_error_on_one_rank_ends_all_with_its_text(ranks, tmp_path, phase):
     """Rank 1 fails by itself, and rank 0 ends soon afterwards with the text of rank 1."""
     spoil, settings = PHASES[phase]
@@ -285,11 +255,6 @@ CHECKPOINT_NAMED = "has checkpoint-1, and resume_from_checkpoint='auto' goes on"
     ],
     ids=["1", "0", "folder that cannot be read", "error in the watch"],
 )
-@pytest.mark.fault(
-    "a rank is killed, as the system does when memory runs out",
-    "the others end within 10 s, and say which rank went away, in what, and where the run goes on",
-    "the steps since the last checkpoint",
-)
 def test_a_rank_that_is_killed_ends_the_others_with_its_name(ranks, tmp_path, victim, trouble, way_out):
     def die() -> None:
         if dist.rank() == victim:
@@ -334,16 +299,6 @@ HANGS: dict[str, tuple[Callable[[], None], str, int | None]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", HANGS)
-@pytest.mark.fault(
-    "a rank hangs, in Python, in a collective or in an extension that keeps Python's lock",
-    "all ranks write their stacks to `output_dir`, and end within 10 s of `hang_timeout_s` with the rank and the cause",
-    "the steps since the last checkpoint",
-)
-@pytest.mark.fault(
-    "a reward function hangs on one rank",
-    "after `hang_timeout_s` all ranks write their stacks and end within 10 s, with the function, step, rank and rows",
-    "the steps since the last checkpoint",
-)
 def test_a_hang_on_one_rank_ends_all_with_its_cause(ranks, tmp_path, place):
     hang, own, code = HANGS[place]
     timeout_s = 3.0
@@ -379,11 +334,6 @@ def test_a_hang_on_one_rank_ends_all_with_its_cause(ranks, tmp_path, place):
         assert "in begin" in stacks[1]
 
 
-@pytest.mark.fault(
-    "a rank waits longer than `hang_timeout_s` for one that still works, as with rows of unlike length",
-    "it goes on waiting, as long as that one shows signs of life and `ddp_timeout` allows",
-    "nothing",
-)
 def test_a_rank_that_waits_long_for_one_that_works_is_no_hang(ranks, tmp_path):
     """One rank may sample much longer rows than the others."""
 
@@ -445,11 +395,6 @@ def forked(action: Callable[[], object]) -> int:
     return pid
 
 
-@pytest.mark.fault(
-    "the launcher (torchrun, `accelerate launch`) is killed",
-    "its ranks notice within seconds and stop as after SIGTERM, with a checkpoint",
-    "the step in progress",
-)
 def test_a_process_gets_sigterm_when_its_launcher_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(hangs, "TICK_S", 0.1)
 
@@ -498,11 +443,6 @@ def test_ranks_of_a_killed_torchrun_stop_with_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "the shell or terminal that a run was started in by hand ends (nohup, disown)",
-    "the run goes on to its end",
-    "nothing",
-)
 def test_a_run_outlives_the_shell_that_has_started_it(tmp_path):
     command = f"nohup {sys.executable} {SCRIPT} by_hand {tmp_path} > {tmp_path}/log 2>&1 & wait"
     shell = subprocess.Popen(["sh", "-c", command], env=ENVIRONMENT)
@@ -514,11 +454,6 @@ def test_a_run_outlives_the_shell_that_has_started_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a rank has failed and its process lives on, which gloo waits for when another one exits",
-    "the other one exits within seconds after its error",
-    "nothing",
-)
 def test_a_failed_rank_that_lives_on_does_not_keep_the_others_from_their_exit(tmp_path):
     processes = []
     for rank in range(2):

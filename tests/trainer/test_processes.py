@@ -110,11 +110,6 @@ def assert_same_rollouts(folder: Path, expected: Path) -> None:
     assert {path.name.split(".")[1] for path in folder.iterdir()} == {"0", "1"}
 
 
-@pytest.mark.fault(
-    "the loss is NaN on one rank alone",
-    "every rank skips the step",
-    "the step",
-)
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(two):
     first, second = results(two, "nonfinite")
     assert torch.equal(first["weights"], second["weights"])
@@ -123,22 +118,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(two):
     assert first["skipped"] == second["skipped"] == 1
 
 
-@pytest.mark.fault(
-    "a reward function raises on one rank",
-    "all ranks end with its text",
-    "the steps since the last checkpoint",
-)
 def test_an_error_on_one_rank_ends_both(two):
     first, second = (result["error"] for result in results(two, "failing"))
     assert second is not None and second.startswith("RewardError") and "the judge is out" in second
     assert first is not None and first.startswith("RankError") and "rank 1" in first and "the judge is out" in first
 
 
-@pytest.mark.fault(
-    "a run of two processes is resumed on one, with as many rows a step, where a generation batch ends",
-    "it continues with the same prompts, to the same weights and loss",
-    "metrics of the steps since the last log",
-)
 def test_a_checkpoint_of_two_processes_is_resumed_on_one(ranks, two, tools, tmp_path, caplog):
     trainer = ranks.build("resumed", tmp_path, save_strategy="no")
     trainer.train(str(two[0] / "run" / "resumed" / "checkpoint-2"))
@@ -152,11 +137,6 @@ def test_a_checkpoint_of_two_processes_is_resumed_on_one(ranks, two, tools, tmp_
     assert "world_size" in table and "per_device_train_batch_size" in table
 
 
-@pytest.mark.fault(
-    "the state of one rank is damaged in a checkpoint of two processes",
-    "an error on all ranks names the file; resume_from_checkpoint=True takes the checkpoint before",
-    "the steps since that checkpoint",
-)
 def test_a_damaged_rank_state_is_named(two, tmp_path):
     for step in (1, 2):
         shutil.copytree(two[0] / "run" / "resumed" / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
@@ -168,11 +148,6 @@ def test_a_damaged_rank_state_is_named(two, tmp_path):
     assert choose(tmp_path, True).folder.name == "checkpoint-1"
 
 
-@pytest.mark.fault(
-    "the disk of one rank is full",
-    "no rank keeps the checkpoint, older ones stay, training goes on on all ranks, and a later save succeeds",
-    "that checkpoint",
-)
 def test_a_full_disk_on_one_rank_costs_one_checkpoint(two):
     first, second = results(two, "full")
     assert torch.equal(first["weights"], second["weights"])
@@ -182,11 +157,6 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint(two):
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a run of one process is resumed on two, with as many rows a step, where a generation batch ends",
-    "it continues with the same prompts, to the same weights and loss",
-    "metrics of the steps since the last log",
-)
 def test_a_checkpoint_of_one_process_is_resumed_on_two(ranks, tools, tmp_path):
     alone = ranks.run("resumed", tmp_path / "one")
     checkpoint = tmp_path / "one" / "run" / "resumed" / "checkpoint-2"

@@ -67,11 +67,6 @@ def train(ranks: Any, rank: int, out: Path, case: str, **options: Any) -> Any:
 
 @pytest.mark.quick("late")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.fault(
-    "a reward function is later than `reward_timeout_s`, or its worker process crashes, on one rank",
-    "every rank ends with an error that names rank, function, step and rows",
-    "the steps since the last checkpoint",
-)
 def test_a_failure_on_one_rank_ends_both_with_its_name(ranks, tmp_path, case):
     def action(rank: int) -> None:
         try:
@@ -91,11 +86,6 @@ def test_a_failure_on_one_rank_ends_both_with_its_name(ranks, tmp_path, case):
 
 @pytest.mark.quick("late on the loop")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.fault(
-    "the same with on_reward_failure='none'",
-    "the rows of that call on that rank are unscored and counted, and every rank goes on, to equal weights",
-    "the rewards of that call",
-)
 def test_both_go_on_where_a_failure_is_no_error(ranks, tmp_path, case):
     def action(rank: int) -> Any:
         trainer = train(ranks, rank, tmp_path, case, on_reward_failure="none")

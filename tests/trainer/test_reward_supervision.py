@@ -79,11 +79,6 @@ def test_a_worker_trains_as_the_process_itself(make_trainer, tools):
     assert {f"time/rewards/letters/{key}" for key in ("p50", "p95", "max")} <= set(worked.state.log_history[0])
 
 
-@pytest.mark.fault(
-    "a reward function hangs and has a deadline (`reward_timeout_s`)",
-    "the call ends before `hang_timeout_s`: an error names function, step, rank and rows",
-    "the steps since the last checkpoint",
-)
 def test_a_late_reward_ends_the_run_before_the_watchdog(make_trainer):
     trainer = make_trainer(
         reward_funcs=acting(1, lambda: time.sleep(60)), reward_timeout_s=1.0, hang_timeout_s=8.0, max_steps=2
@@ -119,11 +114,6 @@ def slow_judge(place: str, begun: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["thread", "loop", "worker"])
-@pytest.mark.fault(
-    "a scheduler suspends all processes of a run (SIGSTOP) for longer than `reward_timeout_s`, and lets them go on",
-    "the reward function goes on and the run too: time in which it is suspended does not count",
-    "nothing",
-)
 def test_a_suspended_run_goes_on(train, tmp_path, place):
     begun = tmp_path / "begun"
     options = {"reward_timeout_s": 2.0, "reward_workers": int(place == "worker"), "max_steps": 1}
@@ -143,11 +133,6 @@ def test_a_suspended_run_goes_on(train, tmp_path, place):
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a reward function hangs in a worker process and has no deadline",
-    "after `hang_timeout_s` the run ends with its name, and the worker with it",
-    "the steps since the last checkpoint",
-)
 def test_a_worker_that_hangs_without_a_deadline_is_the_watchdogs(make_trainer):
     trainer = make_trainer(reward_funcs=acting(0, lambda: time.sleep(60)), reward_workers=1, hang_timeout_s=2.0)
     with pytest.raises(HangError, match="the reward function 'judge' has run for"):
@@ -155,11 +140,6 @@ def test_a_worker_that_hangs_without_a_deadline_is_the_watchdogs(make_trainer):
     assert workers_left() == []
 
 
-@pytest.mark.fault(
-    "SIGTERM comes while a reward function runs in a worker process",
-    "the call is left, its worker ends, the last whole step is saved, and the exit code is 75",
-    "the step in progress, which is made again",
-)
 def test_a_signal_leaves_a_call_in_a_worker(make_trainer):
     def stop() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
@@ -207,11 +187,6 @@ def test_what_cannot_be_supervised_is_refused_at_construction(make_trainer):
     assert workers_left() == []
 
 
-@pytest.mark.fault(
-    "a reward function sets what torch does in the whole process: gradients, dtype, device, precision, threads",
-    "the setting is put back after the call",
-    "nothing",
-)
 def test_what_a_reward_sets_for_the_whole_process_is_put_back(make_trainer, tools):
     def sets(completion_ids, **_):
         rewards = tools.letters_reward(completion_ids)

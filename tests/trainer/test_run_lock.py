@@ -42,11 +42,6 @@ def other_run(tmp_path: Path) -> Any:
     process.wait()
 
 
-@pytest.mark.fault(
-    "a second run is started in the same `output_dir`",
-    "it is refused with host, process and start time of the first; the lock of a killed run counts for nothing",
-    "nothing",
-)
 def test_a_second_trainer_is_refused_by_name_until_the_first_has_ended(make_trainer, other_run):
     trainer = make_trainer(max_steps=1)
     name = f"in use by a run that process {other_run.pid} on {socket.gethostname()} began at 2"
@@ -68,11 +63,6 @@ def test_the_lock_names_this_process_while_it_trains(train):
     assert (seen[0]["pid"], seen[0]["host"]) == (os.getpid(), socket.gethostname())
 
 
-@pytest.mark.fault(
-    "a killed run has left a child that holds its lock",
-    "a warning, and the lock is taken over",
-    "nothing",
-)
 def test_a_lock_that_a_child_of_an_ended_process_holds_is_taken_over(tmp_path, caplog):
     held = FileLock(tmp_path / LOCK, is_singleton=False)
     ended = subprocess.Popen([sys.executable, "-c", ""])

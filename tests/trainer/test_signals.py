@@ -80,11 +80,6 @@ def checkpoints(trainer: Any) -> list[str]:
     return sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
 
 
-@pytest.mark.fault(
-    "SIGTERM comes while a step samples, scores or trains",
-    "the last whole step is saved, the exit code is 75, and a resume is bit for bit what the run would have been",
-    "the step in progress, which is made again",
-)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(make, tools, tmp_path):
     """A signal in a reward leaves the step, which is made again; one in training lets the step end."""
     step, settings = 3, {**tools.STATEFUL, **LOGGED}
@@ -123,11 +118,6 @@ def test_a_run_of_nohup_goes_on_when_its_terminal_ends(make_trainer, tools, hang
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGHUP", 75), ("SIGINT", 130)])
-@pytest.mark.fault(
-    "SIGUSR1, the end of the terminal (SIGHUP) without nohup, or Ctrl-C",
-    "the same; the exit code of Ctrl-C is 130",
-    "the step in progress",
-)
 def test_each_signal_has_its_code(make_trainer, tools, hang_up, name, code):
     trainer = make_trainer(reward_funcs=rewards(tools, 1, lambda: send(name)))
     with pytest.raises(SystemExit) as exit_:
@@ -137,11 +127,6 @@ def test_each_signal_has_its_code(make_trainer, tools, hang_up, name, code):
 
 
 @pytest.mark.parametrize("launched", [False, True])
-@pytest.mark.fault(
-    "Ctrl-C twice",
-    "the run ends at once",
-    "the steps since the last checkpoint",
-)
 def test_a_second_interrupt_ends_at_once(make_trainer, monkeypatch, launched):
     """torchrun passes an interrupt on to its processes, so there the second one is the first one again."""
     if launched:
@@ -153,31 +138,16 @@ def test_a_second_interrupt_ends_at_once(make_trainer, monkeypatch, launched):
     assert checkpoints(trainer) == ["checkpoint-2"] * launched
 
 
-@pytest.mark.fault(
-    "a signal comes before the first step has ended",
-    "exit code 75, nothing is written",
-    "nothing",
-)
 def test_a_signal_in_the_first_step_has_nothing_to_save(stopped):
     assert checkpoints(stopped(0, "no step was finished")) == []
 
 
-@pytest.mark.fault(
-    "a signal comes in the last step",
-    "training ends as it would have",
-    "nothing",
-)
 def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(train):
     trainer = train(trainer={"callbacks": [At("on_pre_optimizer_step", lambda _: send("SIGTERM"), 2)]})
     assert trainer.state.global_step == 3
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a signal comes in a step after which an evaluation is due, or in the evaluation",
-    "the run stops without it, and a resumed run makes up for it before the next step",
-    "nothing",
-)
 def test_an_evaluation_that_a_stop_has_left_out_is_made_up(make, tools):
     settings = {**EVALUATED, "eval_steps": 2, "trainer": {"eval_dataset": tools.prompts(2)}}
 
@@ -233,11 +203,6 @@ def test_training_on_another_thread_leaves_the_signals_alone(make_trainer):
     assert trainer.state.global_step == 1
 
 
-@pytest.mark.fault(
-    "a signal comes while `save_total_limit` and `load_best_model_at_end` would leave the best checkpoint alone",
-    "the checkpoint of the stop stays, beside the best one",
-    "the step in progress",
-)
 def test_the_checkpoint_of_a_stop_stays(stopped, tools):
     trainer = stopped(
         2,
@@ -252,11 +217,6 @@ def test_the_checkpoint_of_a_stop_stays(stopped, tools):
     assert "checkpoint-2" in checkpoints(trainer)
 
 
-@pytest.mark.fault(
-    "`output_dir` has a checkpoint of an earlier run by the name that a stop needs",
-    "the stopped run's own takes its place",
-    "the earlier run's checkpoint of that step",
-)
 def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make, stopped, tmp_path):
     earlier = tmp_path / "run" / "checkpoint-1"
     earlier.mkdir(parents=True)
@@ -305,22 +265,12 @@ def test_a_forked_process_ends_as_it_would(train):
 # --------------------------------------------------------------------------------------- exits of what training calls
 
 
-@pytest.mark.fault(
-    "a reward function calls `sys.exit`",
-    "an error that names it; the exit code is not that of a finished run",
-    "the steps since the last checkpoint",
-)
 def test_a_reward_cannot_end_the_process(make_trainer, tools):
     trainer = make_trainer(reward_funcs=rewards(tools, 1, lambda: sys.exit(0)))
     with pytest.raises(RewardError, match=r"'reward'.*step 1.*SystemExit"):
         trainer.train()
 
 
-@pytest.mark.fault(
-    "a callback calls `sys.exit`",
-    "an error that names its file and line",
-    "the steps since the last checkpoint",
-)
 def test_a_callback_cannot_end_the_process(make_trainer):
     trainer = make_trainer(trainer={"callbacks": [At("on_step_end", lambda _: sys.exit(0), 2)]})
     with pytest.raises(RuntimeError, match=r"test_signals.py:\d+\) raised SystemExit\(0\), which would end"):

@@ -119,11 +119,6 @@ def test_loads_become_even(costs: list[int], loads: list[int]) -> None:
         assert sum(place != following for place, following in pairwise(places)) < len(loads)
 
 
-@pytest.mark.fault(
-    "one of several vLLM servers dies while rows are sampled, and another one hangs",
-    "their rows are sampled by the others, with the same texts; they get the weights again when they are back",
-    "nothing",
-)
 def test_the_rows_of_servers_that_die_and_hang_go_to_the_others(
     servers: list[SimulatedServer], model: Any, expected: list[Sample], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,11 +183,6 @@ def test_a_server_that_comes_back_in_the_middle_of_a_generation_batch_samples_ag
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "all of several vLLM servers are gone",
-    "they are waited for (`vllm_server_timeout`); if none comes back an error names each with its cause",
-    "the steps since the last checkpoint, if none comes back",
-)
 def test_when_all_servers_are_gone_each_is_named_with_its_cause(servers: list[SimulatedServer], model: Any) -> None:
     pool = pool_of(servers, timeout_s=1.0)
     pool.connect(model)

@@ -58,11 +58,6 @@ PUSH = [
 ]
 
 
-@pytest.mark.fault(
-    "a stranger without the key pushes weights to a vLLM server, commits, or asks what it serves",
-    "status 401, without the server's version; weights stay, sampling goes on",
-    "nothing",
-)
 def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: VLLMServerPool) -> None:
     version = trainer.weight_version
     paths = [(f"/groupgrad/{route}", body) for route, body in PUSH]
@@ -99,11 +94,6 @@ def test_a_bucket_of_other_tensors_reaches_no_worker(
     trainer.push(model, 0)
 
 
-@pytest.mark.fault(
-    "half a push comes to a vLLM server, and then nothing",
-    "it answers, but samples nothing until another push has ended, which may begin at once",
-    "nothing",
-)
 def test_half_a_push_and_then_silence_holds_up_no_other_push(
     server: SimulatedServer, trainer: VLLMServerPool, model: Any
 ) -> None:
