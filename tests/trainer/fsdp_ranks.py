@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from groupgrad.models.weights import checkpoint_weights
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 SAVED = {**TWO_STEPS, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
 
+BOUNDED = {**LARGE, "max_steps": 2, "beta": 0.1}
+
 OWN: dict[str, dict[str, Any]] = {
     # A norm of the gradient far above the bound, and trained weights that two modules share.
     "clipped": {**TWO_STEPS, "loss_type": "grpo", "max_grad_norm": 0.1, "tied": True, **LARGE},
@@ -27,6 +31,11 @@ OWN: dict[str, dict[str, Any]] = {
     "saved": {**SAVED, "eval": "sets", "eval_steps": 2, "beta": 0.1},
     # Few groups have a signal and rows stay on their ranks, so that a rank is without a gradient now and then.
     "saved_lora": {**SAVED, "peft": True, "reward": ranks.few_vary, "shuffle_rows": "groups", "balance_ranks": False},
+    "images without checkpointing": {"images": True, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2},
+    "offload": {**BOUNDED, "max_grad_norm": 0.05, "fsdp_config": {"cpu_offload": True}},
+    "cut": {**BOUNDED, "max_tokens_per_pass": 16},
+    "by_need": {**BOUNDED, "gradient_checkpointing": None},
+    "too_large": BOUNDED,
 }
 """Cases beside those of `ranks.py`."""
 
@@ -51,6 +60,8 @@ def build(name: str, out: Path, **changes: Any) -> Any:
     """The case's trainer: under FSDP on several processes, plain on one."""
     settings = {**CASES[name], **changes}
     settings.setdefault("fsdp", int(os.environ.get("WORLD_SIZE", "1")) > 1 or None)
+    if not settings["fsdp"]:
+        settings.pop("fsdp_config", None)
     if settings.pop("tied", False):
         settings["model"] = ranks.BASE.make_model(0, initializer_range=0.15, tie_word_embeddings=True)
     return ranks.build(f"fsdp_{name}", out, **settings)
@@ -62,15 +73,16 @@ def whole_weights(trainer: Any) -> torch.Tensor:
         return ranks.HELP.weights(trainer.model)
 
 
-def run(name: str, out: Path, **changes: Any) -> dict[str, Any]:
-    trainer = build(name, out, **changes)
+def run(name: str, out: Path) -> dict[str, Any]:
+    trainer = build(name, out)
     local = sum(local_part(parameter).numel() for parameter in trainer.model.parameters())
     found: dict[str, Any] = {"sharded": (is_sharded(trainer.model), local, num_parameters(trainer.model))}
     trainer.train()
     found |= result(trainer)
     found |= {"layout": trainer.execution.layout_report, "engine": trainer.execution.engine_choice.name}
-    if name.startswith("saved"):
+    if name.startswith(("saved", "images")):
         trainer.save_model(str(out / "run" / f"fsdp_{name}" / "final"))
+    if name.startswith("saved"):
         again = build(name, out, output_dir=str(out / "again" / name))
         again.train(str(out / "run" / f"fsdp_{name}" / "checkpoint-1"))
         found["again"] = result(again)
@@ -84,6 +96,14 @@ def result(trainer: Any) -> dict[str, Any]:
         "pushed": {name: tensor.clone() for name, tensor in checkpoint_weights(trainer.model)},
         "log": ranks.HELP.without_times(trainer.state.log_history),
     }
+
+
+def bounded(name: str, out: Path) -> dict[str, Any]:
+    """A case in which the passes of one rank are bounded, or do not fit."""
+    import oom_ranks
+
+    trainer, seen = oom_ranks.of_a_shared_model(name, lambda: build(name, out))
+    return seen if "error" in seen else {**result(trainer), **seen}
 
 
 class Gradients(TrainerCallback):
@@ -146,7 +166,13 @@ def weights_only(out: Path) -> dict[str, Any]:
     return {"weights": whole_weights(trainer), "first": first, "again": whole_weights(again)}
 
 
-EXTRA = {"half_precision": half_precision, "full_disk": full_disk, "served": served, "weights_only": weights_only}
+EXTRA: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "half_precision": half_precision,
+    "full_disk": full_disk,
+    "served": served,
+    "weights_only": weights_only,
+    **{name: partial(bounded, name) for name in ("cut", "by_need", "too_large")},
+}
 """Runs of a kind of their own."""
 
 

@@ -1,5 +1,5 @@
 """Two processes of `test_processes_memory.py`: runs whose memory runs out on one rank or both, and runs that must be
-equal to them. A rank imports this module once it is one.
+equal to them; and those of ranks that share a model. A rank imports this module once it is one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 
 import ranks
 import torch
+from step_events import At
 from torch import nn
 
 from groupgrad import dist
 from groupgrad.models.shards import is_sharded
+from groupgrad.scoring import gradient_checkpointing
 from groupgrad.scoring.layout import ForwardInputs
 from groupgrad.trainer.gradients import GradientSums, GradientSync
 
@@ -159,6 +161,28 @@ def hopeless(where: str, out: Path) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - started}
     return {"error": None, "seconds": 0.0}
+
+
+def of_a_shared_model(name: str, build: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """Trains a case in which rank 1 has too little memory: for one pass (`too_large`), or for activations (`by_need`).
+
+    Returns the trainer, and its error or what was seen of its passes.
+    """
+    free_bytes, seen = gradient_checkpointing.free_bytes, {}
+    if name == "by_need" and RANK == 1:
+        gradient_checkpointing.free_bytes = lambda device: 1000
+    trainer = build()
+    oom = SimulatedOom("middle", (1,), most=10) if name == "too_large" else SimulatedOom("forward", (0, 1), most=10**6)
+    oom.put_into(trainer.model)
+    checkpointing = lambda _: seen.update(recomputes=trainer.checkpointing is not None and trainer.checkpointing.is_on)  # noqa: E731
+    trainer.add_callback(At("on_step_end", checkpointing))
+    try:
+        trainer.train()
+    except Exception as error:
+        return trainer, {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gradient_checkpointing.free_bytes = free_bytes
+    return trainer, {**seen, "passes": oom.passes}
 
 
 def joined(out: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +14,14 @@ import pytest
 import ranks
 import torch
 from forked_ranks import on_ranks, two_once
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.errors import CheckpointError
 
 SAVED = ["saved", pytest.param("saved_lora", marks=pytest.mark.slow)]
-SLOW = [case for case in script.CASES if not case.startswith("saved")]
+SLOW = [case for case in script.CASES if not case.startswith("saved") and case not in script.EXTRA]
 Results = list[dict[str, Any]]
 
 
@@ -149,11 +150,35 @@ def test_a_checkpoint_lists_its_shards_and_a_damaged_one_is_named(two, tmp_path)
         path.write_bytes(kept)
 
 
+def test_the_size_of_a_pass_is_bounded_on_all_ranks_together(one, two, tools):
+    """The ranks make equally many passes, and more than the four of two steps of two micro-batches."""
+    _, found = two("cut")
+    assert_equal(found, one("cut"), tools)
+    assert found[0]["passes"] == found[1]["passes"] > 4
+
+
+def test_a_pass_that_does_not_fit_ends_all_processes(two):
+    first, second = (rank["error"] for rank in two("too_large")[1])
+    assert re.match(r"RuntimeError: a pass .* does not fit .* one of the 2 processes .*max_tokens_per_pass=\d", second)
+    assert re.match(r"RankError: stopped because rank 1.* failed with RuntimeError: a pass .* does not fit", first)
+
+
+@pytest.mark.slow
+def test_activations_that_do_not_fit_on_one_rank_are_recomputed_on_all(one, two, tools):
+    """Ranks that share a model compute it in the same way; `by_need` leaves rank 1 alone without memory."""
+    _, found = two("by_need")
+    assert_equal(found, one("by_need"), tools)
+    assert [rank["recomputes"] for rank in found] == [True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_loss_and_kind_of_run(one, tools, tmp_path, num_ranks):
+    """A model that takes images is saved as other programs read it: its weights have other names in files."""
     found = on(num_ranks, tmp_path, SLOW)
+    images = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "fsdp_images" / "final")
+    assert torch.equal(tools.weights(images), found["images"][0]["weights"])
     for case in SLOW:
         split = {"micro_batches": num_ranks} if case == "bnpo" else {}
         assert_equal(found[case], one(case, **split), tools)

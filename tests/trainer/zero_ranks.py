@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 import simulated_vllm
+from rank_cases import LARGE
 
 from groupgrad.integrations.vllm import setup as vllm_setup
 from groupgrad.integrations.vllm.vllm_policy import Push, VLLMPolicy
@@ -25,6 +26,12 @@ from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
 MEASURED = {"eval": "sets", "eval_steps": 2}
 SERVED = {"use_vllm": True, "vllm_max_model_length": 64}
+BOUNDED = {**LARGE, "max_steps": 2, "beta": 0.1, "stage": 3}
+MEMORY: dict[str, dict[str, Any]] = {
+    "cut": {**BOUNDED, "max_tokens_per_pass": 16},
+    "by_need": {**BOUNDED, "gradient_checkpointing": None},
+    "too_large": BOUNDED,
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "stage_1": {**COMMON, **MEASURED, "stage": 1},
@@ -44,6 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
     "entropy": {**COMMON, **ranks.CASES["entropy"], "stage": 3, "num_iterations": 2},
     **{name: {**COMMON, **ranks.loss_settings(name), "stage": 3} for name in ranks.LOSSES},
     **{name: {**COMMON, **ranks.CASES[name], "stage": 3} for name in ranks.PAIRS},
+    "drawn_again": {**COMMON, **ranks.CASES["dynamic_sampling"], **LARGE, "stage": 3},
+    "images": {**ranks.CASES["images"], "max_steps": 2, "stage": 3},
+    **MEMORY,
     "resumed": {**COMMON, "stage": 3, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "from_disk": True},
 }
 
@@ -97,6 +107,9 @@ def build(name: str, kind: str, out: Path) -> Any:
     stage, persistent = settings.pop("stage"), settings.pop("persistent", False)
     settings.pop("resume_from", None)
     if kind == "zero":
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # that of the case before, under which transformers would shard a new model
         settings["deepspeed"] = deepspeed_config(stage, persistent)
     if settings.get("reward") == "saved":
         settings["reward"] = str(out / "scorer")
@@ -114,9 +127,17 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def run(name: str, kind: str, out: Path) -> dict[str, Any]:
-    trainer = build(name, kind, out)
-    trainer.train()
-    found = {"weights": whole_weights(trainer), "log": ranks.HELP.without_times(trainer.state.log_history)}
+    import oom_ranks
+
+    seen: dict[str, Any] = {}
+    if name in MEMORY:
+        trainer, seen = oom_ranks.of_a_shared_model(name, lambda: build(name, kind, out))
+        if "error" in seen:
+            return seen
+    else:
+        trainer = build(name, kind, out)
+        trainer.train()
+    found = {**seen, "weights": whole_weights(trainer), "log": ranks.HELP.without_times(trainer.state.log_history)}
     trainer.save_model(str(out / kind / name / "final"))
     if "resume_from" in CASES[name]:
         folder = out / kind / "run" / f"zero_{name}" / f"checkpoint-{CASES[name]['resume_from']}"
@@ -159,10 +180,15 @@ def main(out: Path, kind: str) -> None:
     rank = os.environ["RANK"]
     chosen = sys.argv[3:] or [*CASES, "failing"]
     for name in chosen:
-        if name != "failing":
+        if name not in ("failing", "too_large"):
             torch.save(run(name, kind, out), out / f"{kind}_{name}_{rank}.pt")
     if kind == "zero" and "failing" in chosen:
         torch.save(failing_push(kind, out), out / f"{kind}_failing_{rank}.pt")
+    if kind == "zero" and "too_large" in chosen:
+        torch.save(run("too_large", kind, out), out / f"{kind}_too_large_{rank}.pt")
+        # Rank 0 waits in gloo until the process of rank 1 ends, and does not wait for long. The shutdown of an
+        # interpreter that has loaded DeepSpeed takes seconds where the machine is busy.
+        os._exit(0)
 
 
 if __name__ == "__main__":
