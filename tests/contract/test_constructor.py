@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from base_fixtures import SIZES
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from small_runs import weights
 from transformers import (
     AutoConfig,
@@ -157,20 +157,6 @@ def test_model_object_is_used_as_it_is(model: Any, tokenizer: Any, make_trainer:
         make_trainer(model=model, processing_class=tokenizer, quantization_config=object())
 
 
-def test_peft_model(model: Any, tokenizer: Any, make_trainer: MakeTrainer, lora: Any) -> None:
-    from peft import PeftModel, get_peft_model
-
-    adapted = get_peft_model(model, lora)
-    trainer = make_trainer({"max_steps": 2, "learning_rate": 1e-2}, model=adapted, processing_class=tokenizer)
-    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
-    trainer.train()
-    assert trainer.model is adapted
-    assert isinstance(trainer.model, PeftModel)
-    changed = {name for name, p in adapted.named_parameters() if not torch.equal(p, before[name])}
-    assert changed
-    assert all("lora_" in name for name in changed)
-
-
 def test_peft_config_wraps_the_model(tokenizer: Any, model: Any, make_trainer: MakeTrainer, lora: Any) -> None:
     trainer = make_trainer(model=model, processing_class=tokenizer, peft_config=lora)
     trainable = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -234,22 +220,6 @@ def test_kinds_of_rewards_in_one_list(
     assert step["reward"] == pytest.approx(sum(parts))
 
 
-def test_reward_model_scores_prompt_and_completion(judge_dir: Path, tokenizer: Any, make_trainer: MakeTrainer) -> None:
-    seen: dict[str, list[Any]] = {}
-
-    def watch(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        seen.update(texts=[p + c for p, c in zip(prompts, completions)])
-        return [0.0] * len(prompts)
-
-    trainer = make_trainer(reward_funcs=[str(judge_dir), watch])
-    trainer.train()
-    (step,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    scorer = BertForSequenceClassification.from_pretrained(judge_dir).eval()
-    with torch.no_grad():
-        scores = [float(scorer(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in seen["texts"]]
-    assert step["rewards/judge/mean"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
-
-
 def test_spellings_of_the_reward(judge_dir: Path, make_trainer: MakeTrainer, checksum: Any) -> None:
     for spelling in ("reward_funcs", "reward_fn", "reward_model"):
         assert make_trainer(**{"reward_funcs": None, spelling: checksum}).rewards.names == ["checksum"]
@@ -291,48 +261,6 @@ def test_iterable_train_dataset(make_trainer: MakeTrainer) -> None:
         )
     assert (trainer.args.dataloader_num_workers, trainer.accelerator.dispatch_batches) == (0, False)
     assert trainer.train().global_step == 3
-
-
-def test_conversational_prompts(make_trainer: MakeTrainer) -> None:
-    seen: list[Any] = []
-
-    def watch(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-        seen.extend(zip(prompts, completions))
-        return [0.0] * len(prompts)
-
-    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    make_trainer(train_dataset=Dataset.from_list([{"prompt": prompt}] * 2), reward_funcs=watch).train()
-    assert len(seen) == 4
-    for given, completion in seen:
-        assert given == prompt
-        assert [message["role"] for message in completion] == ["assistant"]
-
-
-def test_columns_reach_the_reward(make_trainer: MakeTrainer) -> None:
-    seen: dict[str, Any] = {}
-
-    def watch(prompts: Any, answer: Any, level: Any, trainer_state: Any, **kwargs: Any) -> list[float]:
-        seen.update(kwargs, prompts=prompts, answer=answer, level=level, step=trainer_state.global_step)
-        return [0.0] * len(prompts)
-
-    data = Dataset.from_list([{"prompt": f"{a}+1=", "answer": a + 1, "level": "easy"} for a in range(2)])
-    make_trainer({"shuffle_dataset": False}, train_dataset=data, reward_funcs=watch).train()
-    assert seen["prompts"] == ["0+1=", "0+1=", "1+1=", "1+1="]
-    assert seen["answer"] == [1, 1, 2, 2]
-    assert seen["level"] == ["easy"] * 4
-    assert seen["step"] == 0
-    assert {len(ids) <= 4 for ids in seen["completion_ids"]} == {True}
-    assert {"completions", "log_extra", "log_metric"} <= seen.keys()
-
-
-def test_dict_of_evaluation_sets(make_trainer: MakeTrainer) -> None:
-    sets = DatasetDict({"easy": rows(2), "hard": rows(4)})
-    trainer = make_trainer(
-        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}, eval_dataset=sets
-    )
-    trainer.train()
-    keys = {key for entry in trainer.state.log_history for key in entry}
-    assert {"eval_easy_loss", "eval_easy_reward", "eval_hard_loss", "eval_hard_reward"} <= keys
 
 
 def test_evaluation_sets_given_to_methods(make_trainer: MakeTrainer) -> None:
@@ -438,22 +366,3 @@ def test_saved_models_and_checkpoints_load_with_the_auto_classes(make_trainer: M
         assert AutoTokenizer.from_pretrained(folder)(text) == trainer.processing_class(text)
     # and it is a policy again
     assert make_trainer(model=str(tmp_path / "saved")).train().global_step == 1
-
-
-def test_saved_adapter_loads_on_its_base(
-    model: Any, tokenizer: Any, make_model: Any, make_trainer: MakeTrainer, tmp_path: Path, lora: Any
-) -> None:
-    from peft import PeftModel
-
-    trainer = make_trainer(
-        {"max_steps": 2, "learning_rate": 1e-2}, model=model, processing_class=tokenizer, peft_config=lora
-    )
-    trainer.train()
-    trainer.save_model(str(tmp_path / "adapter"))
-    assert not (tmp_path / "adapter" / "model.safetensors").exists()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    loaded = PeftModel.from_pretrained(make_model(), tmp_path / "adapter")
-    with torch.no_grad():
-        expected = trainer.model.eval()(ids).logits
-        torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=1e-6)
-        assert (make_model()(ids).logits - expected).abs().max() > 1e-5

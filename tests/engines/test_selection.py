@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import peft
@@ -27,14 +26,6 @@ from groupgrad.scoring.self_check import check_layout
 OPTIONS = SamplingOptions(max_new_tokens=4)
 
 
-@pytest.mark.parametrize(
-    ("engine", "expected"), [("auto", "native"), ("native", "native"), ("transformers", "transformers")]
-)
-def test_the_engine_that_is_asked_for(build, engine, expected):
-    chosen = choose_engine(build("qwen3"), EngineOptions(engine=engine), OPTIONS)
-    assert chosen.name == expected
-
-
 def test_architectures_that_cannot_be_driven_are_sampled_by_generate(build):
     model = build("xglm (own attention)")
     chosen = choose_engine(model, EngineOptions(), OPTIONS)
@@ -42,27 +33,6 @@ def test_architectures_that_cannot_be_driven_are_sampled_by_generate(build):
     assert (chosen.name, chosen.reason) == ("transformers", reason)
     with pytest.raises(ConfigError, match=rf"rollout_engine='native' cannot be used for XGLMForCausalLM: {reason}"):
         choose_engine(model, EngineOptions(engine="native"), OPTIONS)
-
-
-@pytest.mark.parametrize("extra", [{"num_beams": 2}, {"no_repeat_ngram_size": 3}])
-def test_an_option_that_the_native_engine_lacks(build, extra):
-    sampling = SamplingOptions(max_new_tokens=4, extra=extra)
-    name = next(iter(extra))
-    chosen = choose_engine(build("qwen3"), EngineOptions(), sampling)
-    assert (chosen.name, chosen.reason) == (
-        "transformers",
-        f"the native engine has no {name}, which rollout_engine='transformers' has",
-    )
-    with pytest.raises(ConfigError, match=f"no {name}, which rollout_engine='transformers' has"):
-        choose_engine(build("qwen3"), EngineOptions(engine="native"), sampling)
-
-
-def test_a_model_that_brings_its_own_generate_is_sampled_through_it(build):
-    model = build("qwen3")
-    assert not replaces_generate(model)
-    model.generate = MethodType(lambda self, ids, **kwargs: ids, model)
-    chosen = choose_engine(model, EngineOptions(), OPTIONS)
-    assert (chosen.name, chosen.reason) == ("transformers", "the model brings its own generate")
 
 
 def test_a_class_that_overrides_generate_counts_too(build):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import DatasetDict
 from step_events import At
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
@@ -189,7 +190,8 @@ def test_options_of_the_loss_hold_in_evaluation(make_trainer, tools):
 
 
 def test_named_sets_have_their_own_keys(make_trainer, tools):
-    trainer = make_trainer(trainer={"eval_dataset": {"a": tools.prompts(2), "b": tools.prompts(3)}}, **EVERY_STEP)
+    sets = DatasetDict(a=tools.prompts(2), b=tools.prompts(3))
+    trainer = make_trainer(trainer={"eval_dataset": sets}, **EVERY_STEP)
     metrics = trainer.evaluate()
     keys = ["loss", "reward", "reward_std", "rewards/letters_reward/mean", "completions/mean_length", "entropy"]
     for name in ("a", "b"):

@@ -9,8 +9,6 @@ from typing import Any
 import own_loss
 import pytest
 
-from groupgrad.errors import ConfigError
-
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -82,14 +80,3 @@ def test_a_mask_of_ones_own_trains(
     trainer = train(model=make_policy(), off_policy_mask="unmoved_tokens", **settings)
     found = [one["off_policy_mask/masked_mean"] for one in trainer.state.log_history if "grad_norm" in one]
     assert found[0] == 0.0 < found[1]
-
-
-def test_settings_that_cannot_work_stop_a_run_before_it_begins(make_trainer: Any) -> None:
-    with pytest.raises(ConfigError, match="loss_settings has threshold=-1"):
-        make_trainer(loss_type="dppo_tv", loss_settings='{"threshold": -1}')
-    with pytest.raises(ConfigError, match="off_policy_mask_settings has tau=-1"):
-        make_trainer(off_policy_mask="m2po", off_policy_mask_settings={"tau": -1})
-    with pytest.raises(ConfigError, match="off_policy_mask='m2p' is not known: did you mean 'm2po'"):
-        make_trainer(off_policy_mask="m2p")
-    with pytest.warns(UserWarning, match="off_policy_mask is off"):
-        make_trainer(off_policy_mask_settings={"tau": 1.0})

@@ -377,18 +377,6 @@ def test_adapters_within_layers(targets: Any, dtype: torch.dtype):
 # ------------------------------------------------------------------------------------------------ the model itself
 
 
-def test_weights_of_now():
-    model = make("qwen3, tied, odd widths")
-    submitted, engine = requests(129), NativeEngine(model)
-    batch = assert_trained_alike(model, rows_of(submitted, engine.sample(submitted, OPTIONS)))
-    before = batch.sampling_logprobs
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    score_tokens(model, batch, ForwardOptions()).logprobs.mean().neg().backward()
-    optimizer.step()
-    after = assert_trained_alike(model, rows_of(submitted, engine.sample(submitted, OPTIONS))).sampling_logprobs
-    assert before is not None and after is not None and (before[:40] - after[:40]).abs().max() > 0.01
-
-
 def test_sampling_leaves_no_part_replaced_that_is_computed_again():
     model = make("qwen3")
     model.activation_checkpointing_enable()
