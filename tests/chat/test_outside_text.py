@@ -26,13 +26,6 @@ LOOK_UP = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
     },
 }
-CALLING_TURN = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"type": "function", "id": "abc123def", "function": {"name": "look_up", "arguments": {"key": "k"}}},
-    ],
-}
 
 
 def control_ids(tokenizer: Any, *, added: bool) -> set[int]:
