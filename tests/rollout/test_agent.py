@@ -8,31 +8,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
+from example_tools import async_add, multiply
 from scripted_agents import EOS, PlayingEngine, ask, call, make_agents, user, with_tools
 
 from groupgrad.chat import ChatFormat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.rollout.statistics import agent_metrics
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiplies two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-    """
-    return a * b
-
-
-async def async_add(a: int, b: int) -> int:
-    """Adds two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-    """
-    return a + b
 
 
 def play(
