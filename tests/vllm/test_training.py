@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from openai import APITimeoutError
 from real_vllm import SETTINGS, Served, vary
 from scripted_agents import with_tools
 from three_tokens import check_against_enumeration, starts_with_a, token_ids
@@ -161,6 +162,8 @@ def test_a_program_asks_an_address_that_vllm_answers(mode: str, train: Any, toke
 
     async def solve(row: dict[str, Any], session: Any) -> float:
         client, said = session.async_openai(), [{"role": "user", "content": row["prompt"]}]
+        with pytest.raises(APITimeoutError):  # vLLM samples no further, and the row has nothing of it
+            await client.chat.completions.create(model="m", messages=said, max_tokens=50, timeout=0.01)
         for _ in range(2):
             answer = await client.chat.completions.create(model="m", messages=said, max_tokens=6)
             said += [{"role": "assistant", "content": answer.choices[0].message.content}, said[0]]
