@@ -54,7 +54,9 @@ def test_zero_is_data_parallelism(out, tools, case):
     assert torch.equal(vector(zero["weights"]), vector(other["weights"]))
     assert tools.relative(vector(zero["weights"]), vector(plain["weights"])) < 1e-5
     # What is known from sampling is computed again under ZeRO-3, and no gap to it is measured.
-    tools.assert_like(zero["log"], plain["log"], 1e-5, optional=["sampling/logp_mismatch"])
+    # Parameters that are always whole are not gathered, and keep ZeRO's hooks, which want the modules to be called.
+    keeps_hooks = [f"{of}sampling/path/" for of in ("", "eval_one_", "eval_five_")] if case == "small" else []
+    tools.assert_like(zero["log"], plain["log"], 1e-5, without=keeps_hooks, optional=["sampling/logp_mismatch"])
     if case == "cut":
         assert zero["passes"] == other["passes"] > 4, "more than those of two steps of two micro-batches"
     if case == "by_need":

@@ -34,9 +34,12 @@ from groupgrad.models.unwrapping import is_multimodal, is_prepared
 from groupgrad.scoring.attention_layout import AttentionCall, AttentionLayout
 from groupgrad.scoring.fused_modules import computes_in_float32, is_replaced, is_silu
 
-_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
-"""Names of the hooks by which transformers and peft let embeddings require gradients, for gradient checkpointing. They
-change no number."""
+_HARMLESS_HOOKS = (
+    *("make_inputs_require_grads", "make_inputs_require_grad"),
+    *("_module_forward_pre_hook", "_module_forward_post_hook"),
+)
+"""Names of hooks that change no number: those by which transformers and peft let embeddings require gradients, for
+gradient checkpointing, and those of DeepSpeed's engine, which start and stop the timers of training passes."""
 
 _Angles = tuple[torch.Tensor, torch.Tensor]
 """(n, R) cosines of the angles by which the first R numbers of a head are turned, and sines, the first half of them
@@ -203,7 +206,7 @@ def _must_be_called(module: nn.Module) -> str:
     """Names what works only if the module is called: a hook or a replaced forward method; empty if nothing does."""
     name = type(module).__name__
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if any(getattr(hook, "__name__", "") not in _GRADIENT_HOOKS for hook in hooks):
+    if any(getattr(hook, "__name__", "") not in _HARMLESS_HOOKS for hook in hooks):
         return f"{name} has a forward hook"
     is_ours = is_replaced(module) or is_prepared(module)
     is_unchanged = "forward" not in module.__dict__ or type(module) is nn.Linear or is_ours
