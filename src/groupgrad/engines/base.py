@@ -213,7 +213,7 @@ class TicketSession:
         """Does nothing, since nothing is retained."""
 
     def abort(self, tickets: Iterable[int]) -> None:
-        """Forgets these requests."""
+        """Takes these requests out: none of them is sent to the engine or returned any more."""
         aborted = set(tickets)
         self._unsent = [ticket for ticket in self._unsent if ticket not in aborted]
         self._open = {ticket: request for ticket, request in self._open.items() if ticket not in aborted}

@@ -65,7 +65,7 @@ class _HeapSizes(ctypes.Structure):
 
 
 def return_free_memory() -> None:
-    """Returns free memory of the heap to the system if glibc counts at least 64 MB of it.
+    """Gives the free memory of the heap back to the system where glibc counts at least 64 MB of it.
 
     glibc takes tensors of up to 32 MB from one heap, and returns only the heap's end by itself, after the last block in
     use. A process has its peak in the backward pass: gradients above 32 MB get mappings of their own, and cannot use

@@ -32,7 +32,7 @@ AT_ONCE_S = 0.05
 
 
 class Abandoned(Exception):
-    """Nobody waits any more for a turn that was being sampled."""
+    """The answer that a turn was sampled for is no longer wanted."""
 
 
 @types.coroutine
@@ -187,7 +187,7 @@ class Driver(Generic[T]):
         return max(0.0, max(ends) - time.perf_counter()) if ends else 0.0
 
     def _abort_abandoned(self) -> None:
-        """Ends the turns that nobody waits for any more; most answers are done because their turns have ended."""
+        """Ends turns whose answers are no longer wanted. Most tickets here are of turns that have ended anyway."""
         while not self._abandoned.empty():
             ticket = self._abandoned.get()
             if ticket in self._sampling:

@@ -39,7 +39,7 @@ class Choice:
 
 
 def choices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> list[Choice]:
-    """Returns the ways to run: full weights and LoRA, and with several devices the ways to shard.
+    """Returns the ways to run: full weights, LoRA, LoRA over 4 bits, and with several devices the ways to shard.
 
     Each has the largest micro-batch that fits, without checkpointing where one row fits so.
     """

@@ -300,7 +300,7 @@ class _Program:
             stops=question.stop,
         )
         ticket, sample = await sample_turn(request, asking.answer)
-        if asking.answer.done():  # nobody waits for it any more
+        if asking.answer.done():  # its client has gone, or the session has ended
             raise Abandoned
         answered = read_sample(self._rollouts.formats, question, sample, len(context), digest.hex()[:12])
         if sample.finish_reason != "eos" and not answered.is_cut and limit == budget:

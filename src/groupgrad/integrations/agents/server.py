@@ -47,9 +47,9 @@ class Asked(Protocol):
     """Answers the questions that come with one key."""
 
     def ask(self, question: Question) -> Future[Answer]:
-        """Thread-safe. The answer comes later; BadRequest, raised or as the future's exception, if it cannot.
+        """Asks from any thread. A question that cannot be answered is a BadRequest, raised here or by the future.
 
-        The future is cancelled once nobody waits for the answer.
+        The future is cancelled when the request times out or its client goes away.
         """
         ...
 

@@ -387,7 +387,7 @@ class PoolSession(TicketSession):
         return sorted(ended.items())
 
     def abort(self, tickets: Iterable[int]) -> None:
-        """Forgets these rows. A server stops sampling them once it has no other row of the same call."""
+        """Gives these rows up. A server samples them until no row of the same call is wanted."""
         aborted = set(tickets)
         super().abort(aborted)
         for call in [call for call in self._calls if call.tickets & aborted]:
